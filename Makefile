@@ -1,0 +1,62 @@
+# What a person types; BUILD.md says what each target prints.
+#
+# Each environment is made once. Its stamp file is newer than what it was made
+# from, so that a second `make test` installs nothing.
+
+PYTHON ?= python3
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?= --experiment=experiments/digits_cnn.py --virtual_devices=2
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+VENV := .venv
+OLDEST := .venv-oldest
+
+.PHONY: help demo test test-all test-oldest lint clean
+
+help:
+	@echo 'make demo         install into $(VENV) and train the digits on 2 replicas'
+	@echo 'make test         install into $(VENV), lint, type-check, run the tests'
+	@echo 'make test-all     the same with the slow tests'
+	@echo 'make test-oldest  run the tests on the oldest supported versions'
+	@echo 'make clean        remove environments, caches and builds'
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/tfaccum-train $(DEMO_FLAGS)
+
+test: lint
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# An empty -m takes back the "not slow" of pyproject.toml.
+test-all: lint
+	$(VENV)/bin/python -m pytest -m '' $(PYTEST_FLAGS)
+
+# The oldest TensorFlow runs on Python 3.10 to 3.12.
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	touch $@
+
+$(OLDEST)/.installed: setup.cfg pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP_INSTALL) \
+	    --constraint constraints-oldest.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
