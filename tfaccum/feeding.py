@@ -1,0 +1,366 @@
+"""How a dataset reaches the replicas.
+
+Whatever `fit` is given becomes a stream of micro-batches, one element per
+replica and micro-step, cut from the dataset's batches:
+
+    (rows, last, data)
+
+`rows` (int32) counts the examples of this element; `last` (bool) says that
+the micro-step ends a dataset batch. After the last batch the stream goes on
+for ever with elements of `rows` = -1: an endless dataset needs no question to
+the other workers whether they still have data, and a worker that has run out
+still takes part in the last update, with weight zero.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import tensorflow as tf
+
+from tfaccum import keras_private
+from tfaccum import strategy as strategies
+
+NO_MORE_DATA = -1
+
+
+@runtime_checkable
+class EpochData(Protocol):
+    """Data whose epochs are made by number, such as `tfaccum.data.Pipeline`."""
+
+    def epoch(
+        self, epoch: int, *, worker: int, num_workers: int
+    ) -> tf.data.Dataset:
+        """This worker's share of every batch of one epoch."""
+
+
+DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+
+def micro_batch_stream(
+    dataset: tf.data.Dataset,
+    strategy: tf.distribute.Strategy,
+    *,
+    micro_batch_size: int | None = None,
+    is_share: bool = False,
+) -> Any:
+    """Turns a dataset of batches into this worker's micro-batches.
+
+    A batch of n rows is split over all replicas into parts that differ by at
+    most one row; each worker takes its replicas' parts, and cuts them into
+    ceil(largest part / micro_batch_size) micro-steps of equal size, up to one
+    row. A part may be empty.
+
+    Args:
+        dataset: yields batches; every component has the rows first.
+        strategy: under which the micro-batches will be consumed.
+        micro_batch_size: the most rows of one replica at once; None: uncut.
+        is_share: whether `dataset` yields this worker's share only.
+
+    Returns:
+        What `strategy` iterates over: a `tf.data.Dataset` or a
+        `tf.distribute.DistributedDataset`, endless.
+    """
+    worker, num_workers = strategies.worker_index(strategy)
+    replicas = strategies.num_local_replicas(strategy)
+    if not is_share and num_workers > 1:
+        dataset = dataset.map(
+            lambda *batch: _share(
+                _element(batch), worker, num_workers, replicas
+            )
+        )
+    if replicas == 1 and micro_batch_size is None:
+        stream = dataset.map(
+            lambda *batch: (
+                tf.maximum(_num_rows(_element(batch)), 0),
+                True,
+                _element(batch),
+            )
+        )
+    else:
+        stream = dataset.flat_map(
+            lambda *batch: _cut(_element(batch), replicas, micro_batch_size)
+        )
+    tail = tf.data.Dataset.from_tensors(_nothing(stream.element_spec)).repeat()
+    stream = stream.concatenate(tail).prefetch(tf.data.AUTOTUNE)
+    return strategy.distribute_datasets_from_function(lambda _: stream)
+
+
+def any_number_of_rows(batch: Any) -> tf.data.Dataset:
+    """A dataset of this one batch, whose spec leaves the rows open."""
+    dataset = tf.data.Dataset.from_tensors(batch)
+    other = tf.nest.map_structure(lambda t: tf.zeros_like(t[:0]), batch)
+    return dataset.concatenate(tf.data.Dataset.from_tensors(other).take(0))
+
+
+def batch_spec(dataset: tf.data.Dataset) -> Any:
+    """The spec of one batch with unknown number of rows."""
+    return tf.nest.map_structure(
+        lambda spec: (
+            tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+            if isinstance(spec, tf.TensorSpec) and spec.shape.rank
+            else spec
+        ),
+        dataset.element_spec,
+    )
+
+
+def _element(arguments: tuple) -> Any:
+    """The batch that `Dataset.map` has unpacked into arguments."""
+    return arguments if len(arguments) > 1 else arguments[0]
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return [
+        leaf
+        for leaf in tf.nest.flatten(batch, expand_composites=False)
+        if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    ]
+
+
+def _num_rows(batch: Any) -> tf.Tensor:
+    """Rows of a batch, scalar int32."""
+    leaf = _leaves(batch)[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    if leaf.shape.rank == 0:
+        raise ValueError(
+            "The dataset must yield batches. Received: an element without "
+            f"rows, {batch}. Call dataset.batch(...) first."
+        )
+    return tf.shape(leaf)[0]
+
+
+def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            begin = tf.concat(
+                [[start], tf.zeros([leaf.shape.rank - 1], tf.int32)], 0
+            )
+            size = tf.concat(
+                [[end - start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
+            )
+            return tf.sparse.slice(leaf, begin, size)
+        if isinstance(leaf, tf.Tensor | tf.RaggedTensor):
+            return leaf[start:end]
+        return leaf  # an absent component: None, or an empty Optional
+
+    return tf.nest.map_structure(take, batch, expand_composites=False)
+
+
+def _boundary(rows: tf.Tensor, part: Any, num_parts: Any) -> tf.Tensor:
+    """First row of a part when rows are split evenly, larger parts first."""
+    return part * (rows // num_parts) + tf.minimum(part, rows % num_parts)
+
+
+def _share(batch: Any, worker: int, num_workers: int, replicas: int) -> Any:
+    """The rows of the replicas of one worker."""
+    rows = _num_rows(batch)
+    total = num_workers * replicas
+    return _rows(
+        batch,
+        _boundary(rows, worker * replicas, total),
+        _boundary(rows, (worker + 1) * replicas, total),
+    )
+
+
+def _cut(
+    batch: Any, replicas: int, micro_batch_size: int | None
+) -> tf.data.Dataset:
+    """One batch as a dataset of micro-batches, replica by replica."""
+    rows = _num_rows(batch)
+    steps = tf.constant(1)
+    if micro_batch_size is not None:
+        largest = -(-rows // replicas)
+        steps = tf.maximum(-(-largest // micro_batch_size), 1)
+    parts = steps * replicas
+
+    def part(index: tf.Tensor) -> Any:
+        index = tf.cast(index, tf.int32)
+        start = _boundary(rows, index, parts)
+        end = _boundary(rows, index + 1, parts)
+        return (
+            end - start,
+            index // replicas == steps - 1,
+            _rows(batch, start, end),
+        )
+
+    return tf.data.Dataset.range(tf.cast(parts, tf.int64)).map(part)
+
+
+def _nothing(element_spec: Any) -> Any:
+    """The element that says there is no more data."""
+
+    def zeros(spec: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec):
+            shape = [
+                size if size is not None else int(axis > 0)
+                for axis, size in enumerate(spec.shape)
+            ]
+            return tf.zeros(shape, spec.dtype)
+        if isinstance(spec, tf.RaggedTensorSpec):
+            empty = tf.zeros(
+                [0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype
+            )
+            for _ in range(spec.ragged_rank):
+                empty = tf.RaggedTensor.from_row_splits(
+                    empty, tf.zeros([1], spec.row_splits_dtype)
+                )
+            return empty
+        if isinstance(spec, tf.SparseTensorSpec):
+            shape = [size or 0 for size in spec.shape]
+            return tf.SparseTensor(
+                tf.zeros([0, len(shape)], tf.int64),
+                tf.zeros([0], spec.dtype),
+                shape,
+            )
+        if isinstance(spec, tf.OptionalSpec):
+            return keras_private.empty_optional(spec)
+        return None
+
+    _, _, data_spec = element_spec
+    data = tf.nest.map_structure(zeros, data_spec, expand_composites=False)
+    return tf.constant(NO_MORE_DATA, tf.int32), tf.constant(True), data
+
+
+class Source:
+    """Everything that `fit`, `evaluate` or `predict` is given, by epochs.
+
+    Args:
+        strategy: under which the micro-batches will be consumed.
+        x: what Keras takes (arrays, `tf.data.Dataset`, generator, PyDataset;
+            the same on every worker: each takes its share of each batch), or
+            this worker's own share: an `EpochData`, or a function that makes
+            a `tf.data.Dataset` from a `tf.distribute.InputContext`.
+        steps: dataset batches per epoch; None: all that there are.
+        micro_batch_size: the most rows of one replica at once, or None.
+        **arguments: y, sample_weight, batch_size, shuffle, class_weight, as
+            in Keras.
+
+    Raises:
+        TypeError: if `x` is a distributed dataset.
+        ValueError: if arrays are to be shuffled on several workers without a
+            common seed.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        x: Any,
+        *,
+        steps: int | None = None,
+        micro_batch_size: int | None = None,
+        **arguments: Any,
+    ):
+        if isinstance(x, tf.distribute.DistributedDataset):
+            raise TypeError(
+                "`x` must not be distributed already. Received: x of type "
+                f"{type(x).__name__}. Pass the tf.data.Dataset itself: it is "
+                "split over the replicas here."
+            )
+        self._strategy = strategy
+        self._micro_batch_size = micro_batch_size
+        self._steps = steps
+        self._by_epoch: EpochData | None = (
+            x if isinstance(x, EpochData) else None
+        )
+        self._adapter = None
+        worker, num_workers = strategies.worker_index(strategy)
+        self._is_share = True
+        if self._by_epoch is not None:
+            dataset = self._epoch_dataset(self._by_epoch, 0)
+        elif callable(x) and not isinstance(x, tf.data.Dataset):
+            dataset = x(
+                tf.distribute.InputContext(
+                    num_workers, worker, strategies.num_replicas(strategy)
+                )
+            )
+        else:
+            self._is_share = False
+            # Only arrays and a PyDataset can be shuffled by Keras.
+            shuffle = arguments.pop("shuffle", False) and not isinstance(
+                x, tf.data.Dataset | types.GeneratorType
+            )
+            self._adapter = keras_private.data_adapter(
+                x=x, steps_per_epoch=steps, shuffle=shuffle, **arguments
+            )
+            _check_shuffle(self._adapter, shuffle, num_workers)
+            dataset = self._adapter.get_tf_dataset()
+        self.spec = batch_spec(dataset)
+        self._stream = self._new_stream(dataset)
+        self._iterator: Any = None
+        self._left: int | None = None
+        self._available = self._agreed_size(dataset)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Dataset batches per epoch; None while that is not known."""
+        return self._steps or self._available
+
+    def begin_epoch(self, epoch: int) -> Any:
+        """An iterator over the micro-batches of one epoch.
+
+        With `steps` it goes on where the last epoch ended, as in Keras.
+        """
+        if self._adapter is not None:
+            self._adapter.on_epoch_begin()
+        if self._by_epoch is not None:
+            self._stream = self._new_stream(
+                self._epoch_dataset(self._by_epoch, epoch)
+            )
+        used_up = self._left is not None and self._left <= 0
+        if self._steps is None or self._iterator is None or used_up:
+            self._iterator = iter(self._stream)
+            self._left = self._available
+        return self._iterator
+
+    def end_epoch(self, batches: int, exhausted: bool) -> None:
+        """Tells how many batches were used, and whether the data ended."""
+        if self._left is not None:
+            self._left -= batches
+        if exhausted:
+            self._left = 0
+            if self._steps is None and self._available is None:
+                self._available = batches
+        if self._adapter is not None:
+            self._adapter.on_epoch_end()
+
+    def _epoch_dataset(self, data: EpochData, epoch: int) -> tf.data.Dataset:
+        worker, num_workers = strategies.worker_index(self._strategy)
+        return data.epoch(epoch, worker=worker, num_workers=num_workers)
+
+    def _new_stream(self, dataset: tf.data.Dataset) -> Any:
+        return micro_batch_stream(
+            dataset,
+            self._strategy,
+            micro_batch_size=self._micro_batch_size,
+            is_share=self._is_share,
+        )
+
+    def _agreed_size(self, dataset: tf.data.Dataset) -> int | None:
+        """Batches of the longest worker; None if some worker cannot tell."""
+        if self._adapter is not None:
+            return self._adapter.num_batches
+        size = int(dataset.cardinality())
+        if strategies.worker_index(self._strategy)[1] > 1:
+            sizes = self._strategy.gather(tf.constant([size]), axis=0).numpy()
+            size = -1 if min(sizes) < 0 else int(max(sizes))
+        return size if size >= 0 else None
+
+
+def _check_shuffle(adapter: Any, shuffle: bool, num_workers: int) -> None:
+    """Refuses to let every worker shuffle in an order of its own."""
+    shuffles_here = shuffle and "Array" in type(adapter).__name__
+    if (
+        num_workers > 1
+        and shuffles_here
+        and not keras_private.has_global_seed()
+    ):
+        raise ValueError(
+            "`shuffle` must give the same order on every worker. Received: "
+            "shuffle=True without a seed. Call "
+            "keras.utils.set_random_seed(number) with one number on every "
+            "worker, or pass shuffle=False."
+        )

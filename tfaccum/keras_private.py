@@ -1,0 +1,379 @@
+"""Every private name of Keras and TensorFlow that tfaccum touches.
+
+One function each, with the reason why no public name does. Nothing else in
+the library reaches behind an underscore of another package, so that a new
+release of Keras is checked by running `tests/test_keras_private.py`.
+
+This module imports nothing of tfaccum.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
+from keras.src.models import functional as keras_functional
+from keras.src.models.model import functional_init_arguments
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
+from keras.src.utils import rng_utils
+from tensorflow.python.distribute import values as distributed_values
+
+# The class that `keras.Model(inputs, outputs)` really makes. Keras exports no
+# name for it.
+FunctionalModel = keras_functional.Functional
+
+# Whether `Model(*args, **kwargs)` was called with inputs and outputs.
+has_functional_arguments = functional_init_arguments
+
+
+# --- Losses ----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisor:
+    """What one compiled loss divided its sum by.
+
+    Attributes:
+        kind: "sum" (nothing), "examples" (the rows of the micro-batch, up to
+            a constant factor), or "elements", "mask", "weights".
+        value: scalar float tensor; None for "sum", and for "examples", where
+            the caller knows the number of rows.
+        source: what tells two divisors of one kind apart: equal sources mean
+            equal divisors.
+    """
+
+    kind: str
+    value: tf.Tensor | None = None
+    source: tuple[int, ...] = ()
+
+
+class _StepLosses:
+    """The losses computed so far in one micro-step."""
+
+    def __init__(self) -> None:
+        self.divisors: list[Divisor] = []
+        self.recording = False
+
+
+_step_losses: contextvars.ContextVar[_StepLosses | None] = (
+    contextvars.ContextVar("tfaccum_step_losses", default=None)
+)
+
+
+@contextlib.contextmanager
+def plain_mean_losses() -> Iterator[None]:
+    """Inside, a Keras loss is a plain mean over the examples of this replica.
+
+    Keras divides every loss by the number of replicas, because its optimizer
+    sums the gradients of the replicas. tfaccum weighs each replica by its
+    examples instead; here is the one place where that division is taken out,
+    for losses, `add_loss` and regularizers alike. It holds for the current
+    thread only, so a plain Keras model trained beside keeps its own rule.
+
+    Context: replica; opened around a user's `train_step` or `test_step`.
+    Source: `scale_loss_for_distribution` in keras/src/losses/loss.py.
+    """
+    token = _step_losses.set(_StepLosses())
+    try:
+        yield
+    finally:
+        _step_losses.reset(token)
+
+
+@contextlib.contextmanager
+def recorded_divisors() -> Iterator[None]:
+    """Remembers what each Keras loss called inside is divided by.
+
+    Read it with `take_divisors`. Outside `plain_mean_losses` nothing is kept.
+    """
+    losses = _step_losses.get() or _StepLosses()
+    losses.recording = True
+    try:
+        yield
+    finally:
+        losses.recording = False
+
+
+def take_divisors() -> list[Divisor]:
+    """What has been recorded in this micro-step, and forgets it."""
+    losses = _step_losses.get()
+    if losses is None:
+        return []
+    taken, losses.divisors = losses.divisors, []
+    return taken
+
+
+def _plain_inside_a_step(
+    original: Callable[[tf.Tensor], tf.Tensor],
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    def replacement(value: tf.Tensor) -> tf.Tensor:
+        return original(value) if _step_losses.get() is None else value
+
+    return replacement
+
+
+def _recording(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    def replacement(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> tf.Tensor:
+        losses = _step_losses.get()
+        if losses and losses.recording and reduction not in (None, "none"):
+            losses.divisors.append(
+                _divisor(values, sample_weight, mask, reduction)
+            )
+        return original(
+            values,
+            sample_weight=sample_weight,
+            mask=mask,
+            reduction=reduction,
+            dtype=dtype,
+        )
+
+    return replacement
+
+
+def _divisor(
+    values: Any, sample_weight: Any, mask: Any, reduction: str
+) -> Divisor:
+    """The divisor of `reduce_weighted_values` for the same arguments."""
+    if reduction == "sum":
+        return Divisor("sum")
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0:  # The loss function took a mean itself.
+        return Divisor("examples")
+    if reduction == "mean_with_sample_weight" and (
+        sample_weight is not None or mask is not None
+    ):
+        merged = keras_loss.apply_mask(
+            sample_weight, mask, dtype=values.dtype, reduction=reduction
+        )
+        return Divisor(
+            "weights", tf.reduce_sum(merged), (id(sample_weight), id(mask))
+        )
+    if mask is not None:
+        valid = tf.reduce_sum(tf.cast(mask, values.dtype))
+        return Divisor("mask", valid, (id(mask),))
+    if values.shape[1:].is_fully_defined():
+        return Divisor("examples")
+    elements = tf.cast(tf.size(values), values.dtype)
+    return Divisor("elements", elements, (id(values),))
+
+
+# Looked up by Keras as globals of this module at each call. Replaced once, at
+# import; outside a tfaccum step the replacements call the originals.
+keras_loss.scale_loss_for_distribution = _plain_inside_a_step(
+    keras_loss.scale_loss_for_distribution
+)
+keras_loss.unscale_loss_for_distribution = _plain_inside_a_step(
+    keras_loss.unscale_loss_for_distribution
+)
+keras_loss.reduce_weighted_values = _recording(
+    keras_loss.reduce_weighted_values
+)
+
+
+# --- Models ----------------------------------------------------------------
+
+
+def forward(model: keras.Model, x: Any, training: bool) -> Any:
+    """Calls the model as Keras' own steps do.
+
+    A `call` without a `training` argument must not be given one, and only
+    this private flag tells.
+    """
+    if model._call_has_training_arg:
+        return model(x, training=training)
+    return model(x)
+
+
+def compute_loss(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    training: bool,
+) -> tf.Tensor:
+    """`model.compute_loss`, also for overrides without a `training` argument.
+
+    Source: `Trainer._compute_loss` in keras/src/trainers/trainer.py.
+    """
+    return model._compute_loss(
+        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+    )
+
+
+def symbolic_build(model: keras.Model, element_spec: Any) -> None:
+    """Builds layers, metrics, losses and optimizer from a batch's spec.
+
+    Keras' own way in draws a batch from the distributed iterator and reduces
+    it over the replicas, which fails for uneven batches and across workers.
+    """
+    model._symbolic_build(data_batch=element_spec)
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """The metric behind `logs["loss"]`."""
+    return model._loss_tracker
+
+
+def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Every layer of the model, at any depth, the model included."""
+    return list(model._flatten_layers())
+
+
+def layer_state(model: keras.Model) -> list[keras.Variable]:
+    """Float variables that layers assign to in their forward pass.
+
+    Those that a layer made as not trainable, such as moving statistics. A
+    frozen layer's weights are not trainable either, but were not made so, and
+    only this private list tells.
+    """
+    return list(
+        {
+            id(variable): variable
+            for layer in all_layers(model)
+            if layer.trainable
+            for variable in layer._non_trainable_variables
+            if tf.as_dtype(variable.dtype).is_floating
+        }.values()
+    )
+
+
+def only_regularizes(model: keras.Model) -> bool:
+    """Whether `model.losses` holds nothing but weight regularizers."""
+    return len(model.losses) == len(model._get_regularization_losses())
+
+
+def should_evaluate(model: keras.Model, epoch: int, frequency: Any) -> bool:
+    """Whether `validation_freq` asks for validation after this epoch."""
+    return model._should_eval(epoch, frequency)
+
+
+def flatten_metrics(model: keras.Model, logs: dict[str, float]) -> Any:
+    """Logs as the list or number that `train_on_batch` returns."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def initial_epoch(model: keras.Model) -> int | None:
+    """The epoch that a callback has set in `on_train_begin`."""
+    return model._initial_epoch
+
+
+# --- Optimizers ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reduced_gradients_only(
+    optimizer: keras.optimizers.Optimizer,
+) -> Iterator[None]:
+    """Inside, `optimizer.apply` takes gradients as they are.
+
+    They have been summed over the replicas, unscaled and judged already:
+    Keras' optimizer would sum them again (it has no switch for that), divide
+    by its loss scale factor, and move the average before the constraints.
+
+    Context: cross-replica; encloses the `strategy.run` that applies.
+    Source: `TFOptimizer._all_reduce_sum_gradients`.
+    """
+    switched_off = {
+        "_all_reduce_sum_gradients": lambda grads_and_vars: grads_and_vars,
+        "use_ema": False,
+        "loss_scale_factor": None,
+    }
+    saved = {
+        name: optimizer.__dict__[name]
+        for name in switched_off
+        if name in optimizer.__dict__
+    }
+    optimizer.__dict__.update(switched_off)
+    try:
+        yield
+    finally:
+        for name in switched_off:
+            del optimizer.__dict__[name]
+        optimizer.__dict__.update(saved)
+
+
+def moving_averages(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, keras.Variable]]:
+    """(variable, its moving average) for an optimizer with `use_ema`."""
+    return [
+        (variable, average)
+        for variable, average in zip(
+            optimizer._trainable_variables,
+            optimizer._model_variables_moving_average,
+            strict=True,
+        )
+        if average is not None
+    ]
+
+
+# --- Data ------------------------------------------------------------------
+
+
+def data_adapter(**arguments: Any) -> Any:
+    """What makes a `tf.data.Dataset` of anything that Keras' `fit` takes."""
+    return data_adapters.get_data_adapter(**arguments)
+
+
+def train_validation_split(arrays: Any, validation_split: float) -> Any:
+    """The `validation_split` of Keras' `fit`."""
+    return array_slicing.train_validation_split(
+        arrays, validation_split=validation_split
+    )
+
+
+def class_weight_to_sample_weight(y: Any, class_weight: dict) -> Any:
+    """The `class_weight` of Keras' `train_on_batch`."""
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def concat_outputs(outputs: list[tf.Tensor]) -> Any:
+    """Rows of `predict`, ragged where their shapes differ."""
+    return keras_trainer.convert_to_np_if_not_ragged(
+        keras_trainer.potentially_ragged_concat(outputs)
+    )
+
+
+def empty_optional(spec: tf.OptionalSpec) -> tf.experimental.Optional:
+    """An absent component of a batch, as Keras' generators make them."""
+    return tf.experimental.Optional.empty(spec._element_spec)
+
+
+def has_global_seed() -> bool:
+    """Whether `keras.utils.set_random_seed` was called in this process."""
+    return rng_utils.get_random_seed() is not None
+
+
+# --- Distribution ----------------------------------------------------------
+
+
+def per_replica(values: Sequence[Any]) -> Any:
+    """One value per replica of this worker, from existing tensors.
+
+    The public way, `experimental_distribute_values_from_function`, does not
+    work inside a `tf.function`.
+    """
+    return distributed_values.PerReplica(tuple(values))
+
+
+def separate_collective_keys() -> None:
+    """Gives the next MirroredStrategy collective keys of its own.
+
+    Every new strategy of a process counts from the same key, so that a second
+    one joins the groups of the first and aborts ("joining a group with size
+    4, but that group has size 2").
+    """
+    tf.distribute.MirroredStrategy._collective_key_base += 1_000_000

@@ -1,0 +1,628 @@
+"""The host's side of training: epochs, callbacks, logs.
+
+Keras' own `fit`, `evaluate` and `predict` do not run under
+MultiWorkerMirroredStrategy and split batches unevenly over replicas; these
+have the same arguments, callbacks and results. A Keras "batch" stays a
+dataset batch: with K = 8 the progress bar moves by 8.
+"""
+
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import keras_private
+from tfaccum import strategy as strategies
+from tfaccum.feeding import NO_MORE_DATA, Source, any_number_of_rows
+from tfaccum.window import Update, Window
+
+MAX_CONSECUTIVE_SKIPS = 20
+
+
+class HostLoop:
+    """`fit`, `evaluate`, `predict` and their one-batch forms, for a model."""
+
+    # Of the keras.Model that this is mixed into.
+    compiled: bool
+    distribute_strategy: Any
+    history: Any
+    optimizer: Any
+    run_eagerly: bool
+    steps_per_execution: int
+    trainable_variables: list
+    predict_step: Any
+    test_step: Any
+    train_step: Any
+    overrides_train_step: bool
+    reset_metrics: Any
+
+    gradient_accumulation_steps = 1
+    micro_batch_size: int | None = None
+
+    # What happened at each update of the last call of the train function.
+    last_updates: tuple[Update, ...] = ()
+
+    # Bytes that gradient sums take on one replica; 0 without accumulation.
+    accumulator_bytes = 0
+
+    @property
+    def is_single_micro_step(self) -> bool:
+        """Whether a window is one micro-step on one replica."""
+        replicas = strategies.num_replicas(self.distribute_strategy)
+        return replicas == 1 and not self._accumulates()
+
+    def _accumulates(self) -> bool:
+        return (
+            self.gradient_accumulation_steps > 1
+            or self.micro_batch_size is not None
+        )
+
+    def reset_training_functions(self) -> None:
+        """Forgets traced functions and what has been warned about."""
+        self.train_function: Any = None
+        self.test_function: Any = None
+        self.predict_function: Any = None
+        self.last_updates = ()
+        self._skips_in_a_row = 0
+        self._warned: set[str] = set()
+
+    # --- Functions of an iterator ------------------------------------------
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes `train_function(iterator, batches) -> (logs, more)`."""
+        if self.train_function is not None and not force:
+            return
+        window = Window(self, self.train_step, accumulates=self._accumulates())
+        execute = self._function_of(window)
+
+        def train_function(iterator: Any, batches: int) -> tuple[dict, bool]:
+            logs, rows, more = execute(
+                iterator, batches, self.gradient_accumulation_steps
+            )
+            self.last_updates = tuple(Update.from_row(row) for row in rows)
+            self.accumulator_bytes = window.accumulator_bytes
+            return logs, more
+
+        self.train_function = train_function
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Makes `test_function(...) -> (logs, examples, more)`."""
+        if self.test_function is not None and not force:
+            return
+        window = Window(
+            self,
+            self.test_step,
+            accumulates=self.micro_batch_size is not None,
+        )
+        execute = self._function_of(window)
+
+        def test_function(
+            iterator: Any, batches: int
+        ) -> tuple[dict, int, bool]:
+            logs, examples, more = execute(iterator, batches, 1)
+            return logs, int(examples.sum()), more
+
+        self.test_function = test_function
+
+    def _function_of(self, window: Window) -> Any:
+        """Windows of `steps` batches until `batches` are used, as a function.
+
+        Traced once, whatever the number of steps.
+        """
+
+        def execute(
+            iterator: Any, batches: tf.Tensor, steps: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            if self.steps_per_execution == 1:
+                logs, row, more = window.run(iterator, batches)
+                return logs, row[tf.newaxis], more
+
+            def body(
+                done: tf.Tensor, _more: Any, _logs: Any, rows: tf.Tensor
+            ) -> tuple:
+                logs, row, more = window.run(
+                    iterator, tf.minimum(steps, batches - done)
+                )
+                rows = tf.concat([rows, row[tf.newaxis]], 0)
+                return done + steps, more, logs, rows
+
+            fields = window.num_fields
+            start = (
+                tf.constant(0),
+                tf.constant(True),
+                tf.zeros([0]),
+                tf.zeros([0, fields], tf.float64),
+            )
+            _, more, logs, rows = tf.while_loop(
+                lambda done, more, *_: (done < batches) & more,
+                body,
+                start,
+                shape_invariants=(
+                    tf.TensorShape([]),
+                    tf.TensorShape([]),
+                    tf.TensorShape([None]),
+                    tf.TensorShape([None, fields]),
+                ),
+            )
+            return logs, rows, more
+
+        if not self.run_eagerly:
+            execute = tf.function(
+                execute, autograph=False, reduce_retracing=True
+            )
+
+        prepared_for = None
+
+        def function(iterator: Any, batches: int, steps: int) -> tuple:
+            nonlocal prepared_for
+            if iterator is not prepared_for:
+                window.prepare(iterator.element_spec)
+                prepared_for = iterator
+            logs, rows, more = execute(
+                iterator, tf.constant(batches), tf.constant(steps)
+            )
+            named = dict(
+                zip(window.log_names, logs.numpy().tolist(), strict=True)
+            )
+            return named, rows.numpy(), bool(more)
+
+        return function
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Makes `predict_function(iterator) -> (rows, last, outputs)`."""
+        if self.predict_function is not None and not force:
+            return
+
+        def predict_function(iterator: Any) -> tuple:
+            rows, last, data = next(iterator)
+            outputs = self.distribute_strategy.run(
+                self.predict_step, args=(data,)
+            )
+            return rows, last, outputs
+
+        if not self.run_eagerly:
+            predict_function = tf.function(
+                predict_function, autograph=False, reduce_retracing=True
+            )
+        self.predict_function = predict_function
+
+    # --- Training ----------------------------------------------------------
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
+        """Trains the model; as in Keras, with one update per window.
+
+        Args:
+            x: as in Keras: data that are the same on every worker and yield
+                dataset batches; each worker and replica takes its share. Or a
+                `tfaccum.data.Pipeline`, or a function that makes this
+                worker's own `tf.data.Dataset` from an
+                `tf.distribute.InputContext`.
+            y: as in Keras, like all that follow. `steps_per_epoch` counts
+                dataset batches.
+            batch_size: examples in a dataset batch made of arrays.
+            epochs: last epoch, counted from 0.
+            verbose: "auto", 0, 1 or 2.
+            callbacks: list of `keras.callbacks.Callback`. When a batch ends,
+                `model.last_updates` tells what its updates did.
+            validation_split: part of the arrays held out, in [0, 1).
+            validation_data: for `evaluate` after an epoch.
+            shuffle: arrays before each epoch.
+            class_weight: weights by class.
+            sample_weight: weights by example.
+            initial_epoch: epoch to begin with.
+            steps_per_epoch: dataset batches per epoch.
+            validation_steps: dataset batches of validation.
+            validation_batch_size: examples in a batch of validation arrays.
+            validation_freq: epochs between validations.
+
+        Returns:
+            The `keras.callbacks.History` of this call.
+
+        Raises:
+            RuntimeError: if `MAX_CONSECUTIVE_SKIPS` updates in a row were
+                skipped because a gradient was not finite.
+        """
+        self._check_compiled("fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = (
+                keras_private.train_validation_split(
+                    (x, y, sample_weight), validation_split
+                )
+            )
+        source = self._source(
+            x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        self._build(source.spec)
+        validation = None
+        if validation_data is not None:
+            val_x, val_y, val_weight = _unpacked(validation_data)
+            validation = self._source(
+                val_x,
+                y=val_y,
+                sample_weight=val_weight,
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+            )
+        callbacks = self._callbacks(
+            callbacks, verbose, source, epochs=epochs, add_history=True
+        )
+        self.stop_training = False
+        self.make_train_function()
+        callbacks.on_train_begin()
+        logs: dict[str, float] = {}
+        first = keras_private.initial_epoch(self) or initial_epoch
+        for epoch in range(first, epochs):
+            self.reset_metrics()
+            callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(source, epoch, callbacks)
+            if validation is not None and keras_private.should_evaluate(
+                self, epoch, validation_freq
+            ):
+                val_logs = self._evaluate(validation, callbacks)
+                logs.update({f"val_{k}": v for k, v in val_logs.items()})
+            callbacks.on_epoch_end(epoch, logs)
+            if self.stop_training:
+                break
+        if epochs > 0:
+            self.optimizer.finalize_variable_values(self.trainable_variables)
+        callbacks.on_train_end(logs)
+        return self.history
+
+    def _train_epoch(
+        self, source: Source, epoch: int, callbacks: Any
+    ) -> dict[str, float]:
+        """All windows of one epoch; returns its logs."""
+        iterator = source.begin_epoch(epoch)
+        batches_per_call = (
+            self.steps_per_execution * self.gradient_accumulation_steps
+        )
+        total, done, more = source.num_batches, 0, True
+        logs: dict[str, float] = {}
+        while more and (total is None or done < total):
+            batches = batches_per_call
+            if total is not None:
+                batches = min(batches, total - done)
+            callbacks.on_train_batch_begin(done)
+            results, more = self.train_function(iterator, batches)
+            if not more and not any(u.examples for u in self.last_updates):
+                break
+            self._check_updates()
+            logs = results
+            done += batches
+            callbacks.on_train_batch_end(done - 1, logs)
+            if self.stop_training:
+                break
+        if not more and total is not None and done < total:
+            warnings.warn(
+                f"The data ended after {done} of {total} batches. Use "
+                "`.repeat()`, or a smaller `steps_per_epoch`.",
+                stacklevel=3,
+            )
+        source.end_epoch(done, exhausted=not more)
+        return dict(logs)
+
+    def _check_updates(self) -> None:
+        """Looks at what the last updates did; stops a run that is lost."""
+        for update in self.last_updates:
+            self._skips_in_a_row = (
+                self._skips_in_a_row + 1 if update.skipped else 0
+            )
+            if self._skips_in_a_row >= MAX_CONSECUTIVE_SKIPS:
+                raise RuntimeError(
+                    f"{self._skips_in_a_row} updates in a row were skipped "
+                    "because a gradient was not finite (loss "
+                    f"{update.loss}, loss scale {update.loss_scale}, after "
+                    f"update {update.update}). The weights are those of the "
+                    "last good update. Look at the data and the learning rate."
+                )
+            if update.weight == 0:
+                self._warn_once(
+                    "A window had a total weight of zero (every example "
+                    "masked or weighted 0): no update was made."
+                )
+
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """One update from one dataset batch, cut by `micro_batch_size`.
+
+        As in Keras; metrics are those of this batch.
+        """
+        self._check_compiled("train_on_batch")
+        if class_weight is not None:
+            if sample_weight is not None:
+                raise ValueError(
+                    "`class_weight` must be None together with "
+                    "`sample_weight`. Received: class_weight="
+                    f"{class_weight}."
+                )
+            sample_weight = keras_private.class_weight_to_sample_weight(
+                y, class_weight
+            )
+        source = self._batch_source(x, y, sample_weight)
+        self._build(source.spec)
+        self.make_train_function()
+        self.reset_metrics()
+        logs, _ = self.train_function(source.begin_epoch(0), 1)
+        self._check_updates()
+        return self._batch_result(logs, return_dict)
+
+    # --- Evaluation --------------------------------------------------------
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics over all replicas and workers; as in Keras."""
+        self._check_compiled("evaluate")
+        source = self._source(
+            x,
+            y=y,
+            sample_weight=sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+        )
+        callbacks = self._callbacks(callbacks, verbose, source)
+        logs = self._evaluate(source, callbacks)
+        return self._batch_result(logs, return_dict)
+
+    def _evaluate(self, source: Source, callbacks: Any) -> dict[str, float]:
+        self._build(source.spec)
+        self.make_test_function()
+        self.stop_evaluating = False
+        callbacks.on_test_begin()
+        self.reset_metrics()
+        iterator = source.begin_epoch(0)
+        total, done, more = source.num_batches, 0, True
+        logs: dict[str, float] = {}
+        while more and (total is None or done < total):
+            batches = self.steps_per_execution
+            if total is not None:
+                batches = min(batches, total - done)
+            callbacks.on_test_batch_begin(done)
+            results, examples, more = self.test_function(iterator, batches)
+            if not examples and not more:
+                break
+            logs = results
+            done += batches
+            callbacks.on_test_batch_end(done - 1, logs)
+            if self.stop_evaluating:
+                break
+        source.end_epoch(done, exhausted=not more)
+        callbacks.on_test_end(logs)
+        return dict(logs)
+
+    def test_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Loss and metrics of one batch; as in Keras."""
+        self._check_compiled("test_on_batch")
+        source = self._batch_source(x, y, sample_weight)
+        self._build(source.spec)
+        self.make_test_function()
+        self.reset_metrics()
+        logs, _, _ = self.test_function(source.begin_epoch(0), 1)
+        return self._batch_result(logs, return_dict)
+
+    # --- Prediction --------------------------------------------------------
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Any = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Outputs for all rows, in order, on every worker; as in Keras."""
+        source = self._source(x, batch_size=batch_size, steps=steps)
+        callbacks = self._callbacks(callbacks, verbose, source)
+        self.make_predict_function()
+        self.stop_predicting = False
+        callbacks.on_predict_begin()
+        iterator = source.begin_epoch(0)
+        total, done = source.num_batches, 0
+        outputs = []
+        while total is None or done < total:
+            callbacks.on_predict_batch_begin(done)
+            batch = self._predict_batch(iterator)
+            if batch is None:
+                break
+            outputs.append(batch)
+            callbacks.on_predict_batch_end(done, {"outputs": batch})
+            done += 1
+            if self.stop_predicting:
+                break
+        callbacks.on_predict_end()
+        if not outputs:
+            raise ValueError(
+                "`x` must yield at least one batch. Received: no data."
+            )
+        return self._all_rows(outputs)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Outputs for one batch; as in Keras."""
+        self.make_predict_function()
+        batch = self._predict_batch(self._batch_source(x).begin_epoch(0))
+        return self._all_rows([batch])
+
+    def _predict_batch(self, iterator: Any) -> Any:
+        """This worker's outputs for one dataset batch; None without data."""
+        strategy = self.distribute_strategy
+        parts: list[tuple] = []
+        last = False
+        while not last:
+            rows, lasts, outputs = self.predict_function(iterator)
+            if _first(strategy, rows) == NO_MORE_DATA:
+                return None
+            last = bool(_first(strategy, lasts))
+            flat = [
+                strategy.experimental_local_results(output)
+                for output in keras.tree.flatten(outputs)
+            ]
+            parts.extend(zip(*flat, strict=True))
+        return keras.tree.pack_sequence_as(
+            outputs, [_concat(column) for column in zip(*parts, strict=True)]
+        )
+
+    def _all_rows(self, batches: list[Any]) -> Any:
+        """Outputs of all batches over all workers, as numpy, in order."""
+        strategy = self.distribute_strategy
+        flat = [keras.tree.flatten(batch) for batch in batches]
+        columns = [list(column) for column in zip(*flat, strict=True)]
+        if strategies.worker_index(strategy)[1] > 1:
+            columns = [_gathered(strategy, column) for column in columns]
+        return keras.tree.pack_sequence_as(
+            batches[0],
+            [keras_private.concat_outputs(column) for column in columns],
+        )
+
+    # --- Small parts -------------------------------------------------------
+
+    def _source(self, x: Any, **arguments: Any) -> Source:
+        return Source(
+            self.distribute_strategy,
+            x,
+            micro_batch_size=self.micro_batch_size,
+            **arguments,
+        )
+
+    def _batch_source(
+        self, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> Source:
+        """The source whose one batch is this one."""
+        batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+        return self._source(any_number_of_rows(batch))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=3)
+
+    def _build(self, spec: Any) -> None:
+        """Creates all variables before anything is traced."""
+        try:
+            with self.distribute_strategy.scope():
+                keras_private.symbolic_build(self, spec)
+        except (RuntimeError, NotImplementedError):
+            # A model with a step of its own need not be callable on its data;
+            # its layers are then built by their maker.
+            if not self.overrides_train_step:
+                raise
+
+    def _callbacks(
+        self,
+        callbacks: Any,
+        verbose: Any,
+        source: Source,
+        epochs: int = 1,
+        add_history: bool = False,
+    ) -> keras.callbacks.CallbackList:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=source.num_batches,
+            model=self,
+        )
+
+    def _batch_result(self, logs: dict[str, float], return_dict: bool) -> Any:
+        if return_dict:
+            return logs
+        return keras_private.flatten_metrics(self, logs)
+
+    def _check_compiled(self, method: str) -> None:
+        if not self.compiled:
+            raise ValueError(
+                f"`compile` must be called before `{method}`. Received: a "
+                "model that is not compiled."
+            )
+
+
+def _unpacked(data: Any) -> tuple[Any, Any, Any]:
+    """Validation data: a tuple of arrays, or anything else as `x`."""
+    if isinstance(data, tuple | list):
+        return keras.utils.unpack_x_y_sample_weight(tuple(data))
+    return data, None, None
+
+
+def _first(strategy: tf.distribute.Strategy, value: Any) -> int:
+    return int(strategy.experimental_local_results(value)[0])
+
+
+def _concat(parts: Any) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return tf.concat(parts, axis=0)
+
+
+def _gathered(
+    strategy: tf.distribute.Strategy, batches: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """All workers' rows of each batch, in the order of the workers."""
+    replicas = strategies.num_local_replicas(strategy)
+    _, workers = strategies.worker_index(strategy)
+
+    def gather(mine: tf.Tensor) -> tf.Tensor:
+        def of_replica(context: Any) -> tf.Tensor:
+            is_first = context.replica_id_in_sync_group % replicas == 0
+            return mine if is_first else mine[:0]
+
+        return strategy.gather(
+            strategy.experimental_distribute_values_from_function(of_replica),
+            axis=0,
+        )
+
+    sizes = gather(tf.constant([[len(batch) for batch in batches]])).numpy()
+    pieces = tf.split(gather(tf.concat(batches, 0)), sizes.ravel())
+    per_worker = [
+        pieces[worker * len(batches) : (worker + 1) * len(batches)]
+        for worker in range(workers)
+    ]
+    return [tf.concat(parts, 0) for parts in zip(*per_worker, strict=True)]

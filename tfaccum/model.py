@@ -1,0 +1,374 @@
+"""`tfaccum.Model`: a Keras model whose updates are made once per window."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import keras_private, loss_scale
+from tfaccum import strategy as strategies
+from tfaccum.loop import HostLoop
+from tfaccum.micro_step import Backward, hand_over
+from tfaccum.update import check_optimizer
+
+
+@keras.saving.register_keras_serializable("tfaccum")
+class Model(HostLoop, keras.Model):
+    """A Keras model that trains with batches larger than memory allows.
+
+    One update made from K micro-steps on R replicas equals the update that
+    the same examples would have made in one batch on one device:
+
+        g = sum(w * gradient) / sum(w)
+
+    over all micro-steps and replicas, where `gradient` is that of the mean
+    loss of one micro-batch on one replica and `w` the number that this mean
+    was divided by. It does not hold for BatchNorm statistics, dropout masks,
+    and losses that are not a weighted mean over examples.
+
+    Everything else is `keras.Model`: made from inputs and outputs, or
+    subclassed. A subclass with a forward pass of its own overrides
+    `train_step` and hands its gradients to the window:
+
+        class MyModel(tfaccum.Model):
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = my_loss(y, self(x, training=True))
+                self.accumulate(tape, loss, weight=tf.shape(x)[0])
+                return {}
+
+    `train_step` runs once per micro-step and replica; inside, every loss is a
+    plain mean over the examples of this micro-batch on this replica.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Model":
+        """Makes a functional model where inputs and outputs are given."""
+        functional = keras_private.has_functional_arguments(args, kwargs)
+        if functional and not issubclass(cls, keras_private.FunctionalModel):
+            cls = _functional_class(cls)  # type: ignore[arg-type]
+        return super().__new__(cls)
+
+    @classmethod
+    def from_keras(cls, model: keras.Model) -> "Model":
+        """Wraps an existing Keras model, sharing its layers and weights.
+
+        Args:
+            model: functional, Sequential or subclassed; compiled or not (it
+                has to be compiled again).
+
+        Returns:
+            A `tfaccum.Model` with the same inputs, outputs and name.
+
+        Raises:
+            TypeError: if `model` is not a `keras.Model`.
+        """
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                "`model` must be a keras.Model. Received: model="
+                f"{model!r} of type {type(model).__name__}."
+            )
+        inputs = getattr(model, "inputs", None)
+        if inputs and isinstance(
+            model, keras_private.FunctionalModel | keras.Sequential
+        ):
+            # Sequential keeps lists even for one tensor.
+            pick = isinstance(model, keras.Sequential)
+            return cls(
+                inputs[0] if pick else model.input,
+                model.outputs[0] if pick else model.output,
+                name=model.name,
+            )
+        return Wrapped(model, name=model.name)
+
+    def compile(
+        self,
+        *args: Any,
+        gradient_accumulation_steps: int = 1,
+        micro_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Configures training.
+
+        Args:
+            *args: as in `keras.Model.compile`.
+            gradient_accumulation_steps: K >= 1: so many dataset batches make
+                one update. The last window of an epoch may be shorter.
+            micro_batch_size: the most examples that one replica holds at
+                once, >= 1: each dataset batch is cut into micro-batches that
+                differ by at most one example. None: not cut. Composes with
+                `gradient_accumulation_steps`.
+            **kwargs: as in `keras.Model.compile`.
+
+        Raises:
+            TypeError: if a count is not an int, or `optimizer` no optimizer.
+            ValueError: if a count is less than 1.
+            ValueError: if `optimizer.gradient_accumulation_steps` is set.
+            ValueError: if the model was made under a strategy that is not
+                supported.
+            ValueError: if `jit_compile=True` on several CPU devices.
+        """
+        strategies.check_supported(self.distribute_strategy)
+        _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        if micro_batch_size is not None:
+            _check_count("micro_batch_size", micro_batch_size)
+        super().compile(*args, **kwargs)
+        check_optimizer(self.optimizer)
+        if self.jit_compile:
+            strategies.check_xla(self.distribute_strategy)
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.micro_batch_size = micro_batch_size
+        self.reset_training_functions()
+        self.overrides_train_step = (
+            type(self).train_step is not Model.train_step
+        )
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """As in Keras, with the arguments of `compile` added here."""
+        config = super().get_compile_config()
+        if config:
+            config["gradient_accumulation_steps"] = (
+                self.gradient_accumulation_steps
+            )
+            config["micro_batch_size"] = self.micro_batch_size
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """As in Keras: compiles a loaded model as it was saved."""
+        if type(self).compile is not Model.compile:
+            super().compile_from_config(config)  # Warns, as Keras does.
+            return
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            with self.distribute_strategy.scope():
+                self.optimizer.build(self.trainable_variables)
+
+    # --- One micro-step, in replica context --------------------------------
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Forward and backward of one micro-batch on one replica.
+
+        Args:
+            data: what the dataset yields, with this replica's rows.
+
+        Returns:
+            Scalars by name. Metrics are logged over the whole epoch and all
+            replicas; any other value as its mean over the window.
+
+        Context: replica.
+        """
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = keras_private.forward(self, x, training=True)
+            loss = keras_private.compute_loss(
+                self, x, y, y_pred, sample_weight, training=True
+            )
+        weight = self.loss_weight(x, y, y_pred, sample_weight)
+        self.accumulate(tape, loss, weight)
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def test_step(self, data: Any) -> dict[str, tf.Tensor]:
+        """Forward pass and loss of one micro-batch, without training."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = keras_private.forward(self, x, training=False)
+        loss = keras_private.compute_loss(
+            self, x, y, y_pred, sample_weight, training=False
+        )
+        weight = self.loss_weight(x, y, y_pred, sample_weight)
+        hand_over(Backward(None, [], [], loss, weight))
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> tf.Tensor:
+        """As in Keras, a plain mean over this replica's micro-batch.
+
+        An override returns the mean over its own examples, whatever the
+        number of replicas.
+        """
+        with keras_private.recorded_divisors():
+            return super().compute_loss(*args, **kwargs)
+
+    def loss_weight(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> tf.Tensor | None:
+        """The number that the loss of this micro-batch was divided by.
+
+        By default what the compiled loss divides by: examples for
+        `sum_over_batch_size`, unmasked tokens where Keras masks, the sum of
+        sample weights for `mean_with_sample_weight`, and None for `sum`. Where
+        `compute_loss` is overridden without calling this class': examples.
+
+        Override it for a loss that is divided by something else.
+
+        Args:
+            x: inputs.
+            y: targets.
+            y_pred: outputs of the model.
+            sample_weight: as the dataset yields it, or None.
+
+        Returns:
+            Scalar, float or int, >= 0; None for a sum over examples, which
+            stays a sum over the window.
+
+        Context: replica.
+
+        Raises:
+            ValueError: if the terms of the loss are divided by different
+                numbers, so that no one weight is right for their sum.
+        """
+        examples = _num_examples(x)
+        divisors = keras_private.take_divisors()
+        if not divisors:
+            return examples
+        kinds = {(d.kind, d.source) for d in divisors}
+        kind = divisors[0].kind
+        extra = bool(self.losses) and (
+            kind == "sum" or not keras_private.only_regularizes(self)
+        )
+        if len(kinds) > 1 or (extra and kind != "examples"):
+            if self.is_single_micro_step:
+                return examples
+            terms = [d.kind for d in divisors] + ["add_loss"] * extra
+            raise ValueError(
+                "All terms of the loss must be divided by the same number, or "
+                "their sum has no exact mean over a window. Received: terms "
+                f"divided by {terms}. Give the losses one reduction and one "
+                "mask, or override `loss_weight` to say which number counts."
+            )
+        if kind == "sum":
+            return None
+        return examples if kind == "examples" else divisors[0].value
+
+    def accumulate(
+        self,
+        tape: tf.GradientTape,
+        loss: tf.Tensor,
+        weight: Any,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        """Hands the gradient of one micro-batch to the window.
+
+        The window adds it up, applies it once with all others, and scales and
+        unscales the loss by itself.
+
+        Args:
+            tape: which has recorded `loss`.
+            loss: scalar float: the mean over this micro-batch's examples.
+            weight: scalar >= 0: the number that this mean was divided by. None
+                for a loss that is a sum and stays one.
+            optimizer: default: the compiled one. Each optimizer has a window
+                of its own.
+            variables: to train; default: `self.trainable_variables`.
+
+        Context: replica, inside `train_step`.
+
+        Raises:
+            RuntimeError: outside `train_step`, or twice for one optimizer.
+            ValueError: if `loss` is not a scalar.
+            ValueError: if no variable has a gradient.
+        """
+        loss = tf.convert_to_tensor(loss)
+        if loss.shape.rank != 0:
+            raise ValueError(
+                "`loss` must be a scalar: the mean over the examples of the "
+                f"micro-batch. Received: a loss of shape {loss.shape}."
+            )
+        if optimizer is None:
+            optimizer = self.optimizer
+        else:
+            check_optimizer(optimizer)
+        if variables is None:
+            variables = self.trainable_variables
+        variables = list(variables)
+        scale = loss_scale.current_scale(optimizer)
+        seed = None if scale is None else tf.cast(scale, loss.dtype)
+        gradients = tape.gradient(loss, variables, output_gradients=seed)
+        missing = [
+            v.path
+            for v, g in zip(variables, gradients, strict=True)
+            if g is None
+        ]
+        if not variables:
+            self._warn_once("The model does not have any trainable weights.")
+        elif len(missing) == len(variables):
+            raise ValueError(
+                "`loss` must depend on at least one variable. Received: a loss "
+                f"without gradient for any of {missing}. Compute it inside the "
+                "tape."
+            )
+        elif missing:
+            self._warn_once(
+                f"The loss does not depend on {missing}: these variables are "
+                "not trained."
+            )
+        hand_over(Backward(optimizer, variables, gradients, loss, weight))
+
+
+@keras.saving.register_keras_serializable("tfaccum")
+class Wrapped(Model):
+    """A `tfaccum.Model` around a model that has no symbolic inputs.
+
+    Args:
+        model: any Keras model.
+        name: of the wrapper.
+    """
+
+    def __init__(self, model: keras.Model, name: str | None = None):
+        super().__init__(name=name)
+        self.model = model
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Calls the wrapped model."""
+        return keras_private.forward(self.model, inputs, training)
+
+    def get_config(self) -> dict[str, Any]:
+        """As in Keras."""
+        return {
+            "name": self.name,
+            "model": keras.saving.serialize_keras_object(self.model),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **_: Any) -> "Wrapped":
+        """As in Keras."""
+        model = keras.saving.deserialize_keras_object(config["model"])
+        return cls(model, name=config["name"])
+
+
+@functools.cache
+def _functional_class(cls: type[Model]) -> type[Model]:
+    """`cls` with Keras' functional model among its bases.
+
+    Keras would write that base into `cls` itself, for good, so that a later
+    subclass with an ordinary constructor fails.
+    """
+    functional = type(
+        cls.__name__,
+        (cls, keras_private.FunctionalModel),
+        {"__module__": cls.__module__, "__doc__": cls.__doc__},
+    )
+    registered = keras.saving.get_registered_name(cls)
+    if registered != cls.__name__:
+        package, name = registered.split(">")
+        keras.saving.register_keras_serializable(package, name)(functional)
+    return functional
+
+
+def _num_examples(x: Any) -> tf.Tensor:
+    """Rows of the inputs, scalar int32."""
+    leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return tf.shape(leaf)[0]
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`{name}` must be an int. Received: {name}={value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1. Received: {name}={value}."
+        )

@@ -1,0 +1,108 @@
+"""How micro-steps and replicas are combined: weighted sums, one all-reduce.
+
+    g = sum(weight * gradient) / sum(weight)
+
+Both sums run over the micro-steps of a window first, without communication,
+and over the replicas last, in one group of collectives. The division happens
+once, after both.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, Union
+
+import tensorflow as tf
+
+Gradient: TypeAlias = Union[tf.Tensor, tf.IndexedSlices]
+
+
+def accumulator_dtype(dtype: Any) -> tf.DType:
+    """float32, or the variable's own type where that is wider.
+
+    Args:
+        dtype: the dtype of a variable or gradient, float.
+    """
+    dtype = tf.as_dtype(dtype)
+    return dtype if dtype.size > tf.float32.size else tf.float32
+
+
+def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
+    """`weight * gradient` in the accumulator's dtype, zero for zero weight.
+
+    A replica without examples has weight 0 and, often, a NaN for a gradient;
+    0 * NaN must not reach the sum.
+
+    Args:
+        gradient: float tensor, or IndexedSlices, of any shape.
+        weight: scalar float tensor, >= 0.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            weighted(gradient.values, weight),
+            gradient.indices,
+            gradient.dense_shape,
+        )
+    dtype = accumulator_dtype(gradient.dtype)
+    return tf.math.multiply_no_nan(
+        tf.cast(gradient, dtype), tf.cast(weight, dtype)
+    )
+
+
+def divided(total: Gradient, weight: tf.Tensor) -> Gradient:
+    """`total / weight`, zero where the weight is zero."""
+    if isinstance(total, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            divided(total.values, weight), total.indices, total.dense_shape
+        )
+    return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+
+
+def all_reduce_sum(tensors: Any) -> Any:
+    """The sum over all replicas of a nest of dense float tensors.
+
+    All tensors travel in one group of collectives, packed by dtype. With one
+    replica they are returned untouched.
+
+    Context: replica.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return tensors
+    flat = tf.nest.flatten(tensors)
+    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
+    return tf.nest.pack_sequence_as(tensors, reduced)
+
+
+def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """The L2 norm over all gradients, scalar float32 or wider."""
+    dense = [
+        g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients
+    ]
+    squares = [2.0 * tf.nn.l2_loss(g) for g in dense]
+    widest = max((s.dtype for s in squares), key=lambda dtype: dtype.size)
+    return tf.sqrt(tf.add_n([tf.cast(s, widest) for s in squares]))
+
+
+def all_finite(gradients: Sequence[Gradient], norm: tf.Tensor) -> tf.Tensor:
+    """Whether every element of every gradient is finite, scalar bool.
+
+    A finite norm proves it at no cost. Squares may overflow where the
+    gradients do not, so only an infinite norm makes the elements be read.
+
+    Args:
+        gradients: tensors or IndexedSlices.
+        norm: their `global_norm`.
+    """
+
+    def read_all() -> tf.Tensor:
+        return tf.reduce_all(
+            [
+                tf.reduce_all(
+                    tf.math.is_finite(
+                        g.values if isinstance(g, tf.IndexedSlices) else g
+                    )
+                )
+                for g in gradients
+            ]
+        )
+
+    return tf.cond(tf.math.is_finite(norm), lambda: tf.constant(True), read_all)

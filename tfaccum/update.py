@@ -1,0 +1,165 @@
+"""One update: clip, decay, apply, constraints, moving average.
+
+Takes gradients that have been summed over the replicas, divided by their
+weight and unscaled, and that are the same on every replica.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import keras_private, loss_scale, reduction
+from tfaccum.reduction import Gradient
+
+
+def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
+    """Refuses an optimizer that would count or accumulate by itself.
+
+    Raises:
+        TypeError: if `optimizer` is not a Keras optimizer.
+        ValueError: if `optimizer.gradient_accumulation_steps` is set.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"`{name}` must be a keras.optimizers.Optimizer. Received: "
+            f"{name}={optimizer!r} of type {type(optimizer).__name__}."
+        )
+    steps = loss_scale.unwrapped(optimizer).gradient_accumulation_steps
+    if steps:
+        raise ValueError(
+            f"`{name}.gradient_accumulation_steps` must not be set. Received: "
+            f"{name}.gradient_accumulation_steps={steps}. Keras' own "
+            "accumulation is wrong for ragged batches, short last windows and "
+            "schedules. Write `model.compile(..., "
+            f"gradient_accumulation_steps={steps})` instead."
+        )
+
+
+def build_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Creates the optimizer's variables where that has not been done.
+
+    Context: cross-replica, under the strategy's scope.
+    """
+    if not optimizer.built:
+        with tf.init_scope():  # `GradientAccumulator.apply` may be traced.
+            optimizer.build(list(variables))
+
+
+def judged(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient]
+) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
+    """Unscales reduced gradients and looks whether they are finite.
+
+    Args:
+        optimizer: whose loss scale the gradients carry.
+        gradients: reduced over the replicas; at least one.
+
+    Returns:
+        (gradients, their global norm, whether all elements are finite).
+
+    Context: replica.
+    """
+    scale = loss_scale.current_scale(optimizer)
+    if scale is not None:
+        gradients = [reduction.divided(g, scale) for g in gradients]
+    norm = reduction.global_norm(gradients)
+    return list(gradients), norm, reduction.all_finite(gradients, norm)
+
+
+def update_if(
+    strategy: tf.distribute.Strategy,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Any,
+    variables: Sequence[keras.Variable],
+    finite: tf.Tensor,
+    has_weight: tf.Tensor,
+) -> None:
+    """Applies a good gradient; moves the loss scale once either way.
+
+    Args:
+        strategy: under which the optimizer was built.
+        optimizer: a built Keras optimizer, with its loss scale if any.
+        gradients: per-replica list, as in `apply_update`.
+        variables: the variables in the order of `gradients`.
+        finite: scalar bool: the verdict on the gradients.
+        has_weight: scalar bool: whether the window's weight is not zero;
+            otherwise nothing happened that could be judged.
+
+    Context: cross-replica.
+    """
+    _only_if(
+        finite & has_weight,
+        lambda: apply_update(strategy, optimizer, gradients, variables),
+    )
+    _only_if(has_weight, lambda: loss_scale.move(optimizer, finite))
+
+
+def _only_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
+    """Runs `action` where `condition` (bool scalar) holds."""
+
+    def branch() -> tf.Tensor:
+        action()
+        return tf.constant(True)
+
+    tf.cond(condition, branch, lambda: tf.constant(False))
+
+
+def apply_update(
+    strategy: tf.distribute.Strategy,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Any,
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Applies one reduced gradient with a Keras optimizer.
+
+    In this order: clipping, weight decay, the optimizer's own step,
+    constraints, `iterations += 1`, moving average. Communicates nothing.
+
+    Args:
+        strategy: under which the optimizer was built.
+        optimizer: a built Keras optimizer; its loss scale is not looked at.
+        gradients: per-replica list, one tensor or IndexedSlices per variable,
+            the same on every replica.
+        variables: the variables in the order of `gradients`.
+
+    Context: cross-replica.
+    """
+    optimizer = loss_scale.unwrapped(optimizer)
+    with keras_private.reduced_gradients_only(optimizer):
+        strategy.run(
+            lambda gradients: optimizer.apply(gradients, list(variables)),
+            args=(gradients,),
+        )
+    if optimizer.use_ema:
+        strategy.run(_move_averages, args=(optimizer,))
+
+
+def _move_averages(optimizer: keras.optimizers.Optimizer) -> None:
+    """Keras' moving average of the weights, moved after the constraints.
+
+    Keras moves it before them, so that it averages values that were never
+    used. Without constraints the two are the same, to the bit.
+    """
+    first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 1)
+    frequency = optimizer.ema_overwrite_frequency
+    for variable, average in keras_private.moving_averages(optimizer):
+        value = tf.convert_to_tensor(variable)
+        momentum = tf.where(
+            first,
+            tf.zeros([], value.dtype),
+            tf.cast(optimizer.ema_momentum, value.dtype),
+        )
+        moved = (
+            momentum * tf.convert_to_tensor(average) + (1 - momentum) * value
+        )
+        average.assign(moved)
+        if frequency:
+            due = tf.equal(
+                tf.convert_to_tensor(optimizer.iterations) % frequency, 0
+            )
+            variable.assign(tf.where(due, moved, value))

@@ -1,0 +1,407 @@
+"""The window: K micro-steps, one reduction, one update.
+
+`Window.run` is the algorithm, in execution order. It runs in cross-replica
+context, so that loops and conditions enclose `strategy.run` and never the
+other way round; a micro-step communicates nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import feeding, keras_private, loss_scale, reduction
+from tfaccum import strategy as strategies
+from tfaccum.accumulator import ReplicaSums
+from tfaccum.micro_step import MicroStep, Trained
+from tfaccum.reduction import Gradient
+from tfaccum.update import build_optimizer, judged, update_if
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What happened at one update (or at one that was skipped).
+
+    Attributes:
+        update: number of updates made so far (`optimizer.iterations`).
+        loss: mean loss over the window, unscaled.
+        learning_rate: used for this update.
+        gradient_norm: L2 norm of the reduced gradient before clipping.
+        loss_scale: scale of this window; 1 without scaling.
+        skipped: whether the update was dropped because a gradient was not
+            finite.
+        examples: examples in the window, over all replicas.
+        weight: sum of the weights; 0 means that nothing was applied.
+    """
+
+    update: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    loss_scale: float
+    skipped: bool
+    examples: int
+    weight: float
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "Update":
+        """Reads what `Window.run` has written."""
+        update, loss, rate, norm, scale, skipped, examples, weight = row
+        return cls(
+            int(update),
+            float(loss),
+            float(rate),
+            float(norm),
+            float(scale),
+            bool(skipped),
+            int(examples),
+            float(weight),
+        )
+
+
+class Window:
+    """One window's computation for one compiled model.
+
+    Args:
+        model: a compiled `tfaccum.Model`.
+        step: `model.train_step` or `model.test_step`; the latter hands over
+            losses without gradients.
+        accumulates: whether a window may have more than one micro-step.
+            Otherwise no sums are kept, and with one replica the gradient
+            reaches the optimizer untouched.
+    """
+
+    def __init__(
+        self, model: Any, step: Callable[[Any], Any], *, accumulates: bool
+    ):
+        self._model = model
+        self._strategy = model.distribute_strategy
+        self._replicas = strategies.num_replicas(self._strategy)
+        self._trains = step == model.train_step
+        self._accumulates = accumulates
+        self._step = MicroStep(
+            model,
+            step,
+            is_whole_window=self._replicas == 1 and not accumulates,
+        )
+        self._micro_step: Callable[..., Any] = self._eager_micro_step
+        self._traced: Any = None
+        self._sums: Any = None  # ReplicaSums, where the window accumulates.
+        self._layer_variables = (
+            keras_private.layer_state(model) if self._trains else []
+        )
+        self.log_names: list[str] = []  # Known once `run` was traced.
+
+    @property
+    def num_fields(self) -> int:
+        """Length of the row that `run` returns."""
+        return len(dataclasses.fields(Update)) if self._trains else 1
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes that the sums take on one replica; 0 without accumulation."""
+        return self._sums.num_bytes if self._sums else 0
+
+    def prepare(self, element_spec: Any) -> None:
+        """Traces one micro-step and creates the sums that it needs.
+
+        Before `run` is traced with an iterator of this spec: a micro-step is
+        traced once, and variables are made outside of all traces.
+        """
+        if self._model.run_eagerly:
+            return
+        if self._traced is None:
+            self._traced = tf.function(
+                self._step.run, autograph=False, reduce_retracing=True
+            )
+        rows, _, data = element_spec
+        self._micro_step = self._traced.get_concrete_function(rows, data)
+        self._create_variables()
+
+    # --- The algorithm -----------------------------------------------------
+
+    def run(
+        self, iterator: Any, batches: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """One update from the next `batches` dataset batches.
+
+        Args:
+            iterator: over `feeding.micro_batch_stream`.
+            batches: int32 scalar, K; fewer where the data end.
+
+        Returns:
+            (logs, row, more): float32 [len(log_names)], float64 [num_fields]
+            (an `Update`; in evaluation the number of examples), and whether
+            any worker has data left (bool scalar).
+
+        Context: cross-replica.
+        """
+        run = self._strategy.run
+        state = run(self._layer_state)
+        if self._accumulates:
+            more = self._accumulate(iterator, batches)
+            reduced = run(self._reduce, args=(more,))
+            run(self._sums.reset)
+        else:
+            _, more, found = self._next(iterator)
+            reduced = run(self._reduce, args=(more, found))
+        row = self._row(reduced)
+        finite = tf.constant(True)
+        for index, trained in enumerate(self._step.trained):
+            result = self._result(reduced, index)
+            self._update(trained, reduced["gradients"][index], result)
+            finite &= result["finite"]
+        run(self._settle_layer_state, args=(finite, state, reduced["state"]))
+        return (
+            self._local(reduced["logs"]),
+            self._counted(row),
+            self._local(reduced["more"]),
+        )
+
+    def _accumulate(self, iterator: Any, batches: tf.Tensor) -> tf.Tensor:
+        """Adds micro-steps to the sums until `batches` have ended."""
+
+        def body(done: tf.Tensor, _: tf.Tensor) -> tuple:
+            last, more, found = self._next(iterator)
+            self._strategy.run(self._sums.add, args=(found,))
+            return done + tf.cast(last, tf.int32), more
+
+        _, more = tf.while_loop(
+            lambda done, more: (done < batches) & more,
+            body,
+            (tf.constant(0), tf.constant(True)),
+        )
+        return more
+
+    def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Takes the next micro-batches through forward and backward pass."""
+        rows, last, data = next(iterator)
+        found = self._micro_step(rows, data)
+        more = self._local(rows) != feeding.NO_MORE_DATA
+        return self._local(last), more, found
+
+    def _eager_micro_step(self, rows: Any, data: Any) -> Any:
+        found = self._step.run(rows, data)
+        self._create_variables()
+        return found
+
+    # --- In replica context ------------------------------------------------
+
+    def _reduce(self, more: tf.Tensor, found: Any = None) -> dict[str, Any]:
+        """Sums over the replicas, then means, the verdict and the logs."""
+        totals = found if found is not None else self._sums.values()
+        metrics = [v.value for v in self._model.metrics_variables]
+        had_rows = totals["examples"] > 0
+        state = self._layer_state()
+        if self._replicas > 1:
+            dense = tf.nest.map_structure(tf.convert_to_tensor, totals)
+            totals, metrics, state, taught, more = reduction.all_reduce_sum(
+                (
+                    dense,
+                    [_own_part(v) for v in self._model.metrics_variables],
+                    [reduction.weighted(s, _as_float(had_rows)) for s in state],
+                    _as_float(had_rows),
+                    _as_float(more),
+                )
+            )
+            state = [
+                tf.where(taught > 0, reduction.divided(total, taught), own)
+                for total, own in zip(state, self._layer_state(), strict=True)
+            ]
+            more = more > 0
+        results = [
+            self._mean(trained, sums)
+            for trained, sums in zip(
+                self._step.trained, totals["sums"], strict=True
+            )
+        ]
+        return {
+            "gradients": [result.pop("gradients") for result in results],
+            "results": results,
+            "examples": totals["examples"],
+            "state": state,
+            "more": more,
+            "logs": self._logs(totals, results, metrics),
+        }
+
+    def _mean(self, trained: Trained, sums: dict[str, Any]) -> dict[str, Any]:
+        """Divides one optimizer's sums by their weight, and judges them."""
+        weight = sums["weight"]
+        divisor = tf.ones_like(weight) if trained.is_sum else weight
+        gradients = [self._step.over(g, divisor) for g in sums["gradients"]]
+        norm, finite = tf.zeros([]), tf.constant(True)
+        if gradients:
+            gradients, norm, finite = judged(trained.optimizer, gradients)
+        return {
+            "gradients": [
+                _cast(g, v.dtype)
+                for g, v in zip(gradients, trained.variables, strict=True)
+            ],
+            "loss": self._step.over(sums["loss"], divisor),
+            "weight": weight,
+            "norm": norm,
+            "finite": finite,
+        }
+
+    def _logs(
+        self,
+        totals: Any,
+        results: list[dict[str, Any]],
+        metrics: list[tf.Tensor],
+    ) -> tf.Tensor:
+        """All logs as one float32 vector, in the order of `log_names`.
+
+        The loss of the whole window enters the loss metric once, with all its
+        examples, as one big batch would.
+        """
+        if self._replicas == 1:
+            self._track_loss(totals, results, is_first=True)
+            values = self._metrics_result()
+        else:
+            variables = self._model.metrics_variables
+            mapping = list(zip(variables, metrics, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                self._track_loss(totals, results, is_first=True)
+                values = self._metrics_result()
+            context = tf.distribute.get_replica_context()
+            first = tf.equal(context.replica_id_in_sync_group, 0)
+            self._track_loss(totals, results, is_first=first)
+        for name, total in totals["logs"].items():
+            values[name] = self._step.over(total, totals["examples"])
+        self.log_names = list(values)
+        return tf.stack([tf.cast(v, tf.float32) for v in values.values()])
+
+    def _metrics_result(self) -> dict[str, tf.Tensor]:
+        """Metrics by name; a loss of which nothing was counted is NaN."""
+        values = dict(self._model.get_metrics_result())
+        tracker = keras_private.loss_tracker(self._model)
+        if self._tracks_loss():
+            loss = tf.convert_to_tensor(values[tracker.name])
+            nan = tf.constant(float("nan"), loss.dtype)
+            values[tracker.name] = tf.where(tracker.count > 0, loss, nan)
+        return values
+
+    def _tracks_loss(self) -> bool:
+        """Whether the loss that was handed over is logged as a metric."""
+        tracker = keras_private.loss_tracker(self._model)
+        return bool(self._step.trained) and any(
+            metric is tracker for metric in self._model.metrics
+        )
+
+    def _track_loss(
+        self, totals: Any, results: list[dict[str, Any]], is_first: Any
+    ) -> None:
+        """Adds the window's loss to the loss metric, on one replica only.
+
+        A loss that is not finite is left out: its update is skipped too.
+        """
+        if not self._tracks_loss():
+            return
+        tracker = keras_private.loss_tracker(self._model)
+        loss = results[0]["loss"]
+        counts = tf.math.is_finite(loss) & is_first
+        tracker.update_state(
+            tf.where(counts, loss, 0),
+            sample_weight=tf.where(counts, totals["examples"], 0),
+        )
+
+    # --- Layer state: moving statistics ------------------------------------
+
+    def _layer_state(self) -> list[tf.Tensor]:
+        """This replica's moving statistics."""
+        return [tf.identity(v.value) for v in self._layer_variables]
+
+    def _settle_layer_state(
+        self, finite: tf.Tensor, before: list, after: list
+    ) -> None:
+        """Moving statistics, equal on all replicas; as before if skipped."""
+        for variable, old, new in zip(
+            self._layer_variables, before, after, strict=True
+        ):
+            variable.assign(tf.where(finite, tf.cast(new, old.dtype), old))
+
+    # --- In cross-replica context ------------------------------------------
+
+    def _local(self, value: Any) -> Any:
+        """One replica's copy of a value that all replicas share."""
+        return self._strategy.experimental_local_results(value)[0]
+
+    def _result(self, reduced: dict[str, Any], index: int) -> dict[str, Any]:
+        result = dict(reduced["results"][index], examples=reduced["examples"])
+        return {name: self._local(value) for name, value in result.items()}
+
+    def _create_variables(self) -> None:
+        """Sums and optimizers for what a micro-step was found to need."""
+        with self._strategy.scope():
+            if self._accumulates and self._sums is None:
+                self._sums = ReplicaSums(
+                    tf.nest.map_structure(
+                        lambda spec: tf.TensorSpec(spec.shape, spec.dtype),
+                        self._step.specs,
+                    )
+                )
+            for trained in self._step.trained:
+                if trained.variables:
+                    build_optimizer(trained.optimizer, trained.all_variables)
+
+    def _update(
+        self, trained: Trained, gradients: Any, result: dict[str, Any]
+    ) -> None:
+        """Applies a good gradient; moves the loss scale once either way."""
+        if not trained.variables:
+            return
+        update_if(
+            self._strategy,
+            trained.optimizer,
+            gradients,
+            trained.variables,
+            finite=result["finite"],
+            has_weight=result["weight"] > 0,
+        )
+
+    def _row(self, reduced: dict[str, Any]) -> list[Any]:
+        """The fields of `Update` but for the count, before the update."""
+        if not self._trains:
+            return [self._local(reduced["examples"])]
+        result = self._result(reduced, 0)
+        optimizer = self._step.trained[0].optimizer
+        scale = loss_scale.current_scale(optimizer)
+        return [
+            result["loss"],
+            loss_scale.unwrapped(optimizer).learning_rate,
+            result["norm"],
+            1.0 if scale is None else scale,
+            ~result["finite"],
+            result["examples"],
+            result["weight"],
+        ]
+
+    def _counted(self, row: list[Any]) -> tf.Tensor:
+        """The row with the number of updates, after the update."""
+        if self._trains:
+            row = [self._step.trained[0].optimizer.iterations, *row]
+        return tf.stack(
+            [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in row]
+        )
+
+
+def _own_part(variable: keras.Variable) -> tf.Tensor:
+    """What this replica adds to a variable that is summed when read."""
+    value = tf.identity(variable.value)
+    context = tf.distribute.get_replica_context()
+    if variable.aggregation == "mean":
+        return value / tf.cast(context.num_replicas_in_sync, value.dtype)
+    if variable.aggregation == "only_first_replica":
+        first = tf.equal(context.replica_id_in_sync_group, 0)
+        return tf.where(first, value, tf.zeros_like(value))
+    return value
+
+
+def _as_float(flag: tf.Tensor) -> tf.Tensor:
+    return tf.cast(flag, tf.float32)
+
+
+def _cast(gradient: Gradient, dtype: Any) -> Gradient:
+    return gradient if gradient.dtype == dtype else tf.cast(gradient, dtype)
