@@ -59,17 +59,25 @@ def divided(total: Gradient, weight: tf.Tensor) -> Gradient:
 def all_reduce_sum(tensors: Any) -> Any:
     """The sum over all replicas of a nest of dense float tensors.
 
-    All tensors travel in one group of collectives, packed by dtype. With one
-    replica they are returned untouched.
+    All tensors of one dtype travel in one packed collective. With one replica
+    they are returned untouched.
 
     Context: replica.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return tensors
-    flat = tf.nest.flatten(tensors)
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
-    return tf.nest.pack_sequence_as(tensors, reduced)
+    # A tensor without a device, such as a function returns, has nowhere to be
+    # reduced to; its identity is placed on this replica's.
+    flat = [tf.identity(tensor) for tensor in tf.nest.flatten(tensors)]
+    for dtype in {tensor.dtype: None for tensor in flat}:
+        places = [i for i, tensor in enumerate(flat) if tensor.dtype == dtype]
+        reduced = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [flat[i] for i in places]
+        )
+        for i, tensor in zip(places, reduced, strict=True):
+            flat[i] = tensor
+    return tf.nest.pack_sequence_as(tensors, flat)
 
 
 def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:

@@ -152,7 +152,7 @@ def _move_averages(optimizer: keras.optimizers.Optimizer) -> None:
         momentum = tf.where(
             first,
             tf.zeros([], value.dtype),
-            tf.cast(optimizer.ema_momentum, value.dtype),
+            tf.constant(optimizer.ema_momentum, value.dtype),
         )
         moved = (
             momentum * tf.convert_to_tensor(average) + (1 - momentum) * value

@@ -1,0 +1,327 @@
+"""What a run tells while it trains: TensorBoard, throughput, curves.
+
+All of them read `model.last_updates` when a batch ends. There, one train call
+has left an entry for each of its updates: one, or `steps_per_execution`.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import strategy as strategies
+from tfaccum.window import Update
+
+Clock = Callable[[], float]
+
+
+class UpdateCallback(keras.callbacks.Callback):
+    """Sorts the updates of a run: each update once, by its number.
+
+    An update is new if it has raised the update counter. One that was skipped
+    has not, nor has one of weight zero: they carry the number of the last
+    update that was made, so they are counted and get no point of their own.
+    Hence there is exactly one point per update, whatever was skipped.
+
+    Attributes:
+        num_updates: the update counter: updates made by this optimizer.
+        skipped_updates: updates of this run that were skipped so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped_updates = 0
+        self.num_updates = 0
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Starts from the updates that the optimizer has made already."""
+        self.skipped_updates = 0
+        self.num_updates = int(
+            tf.convert_to_tensor(self.model.optimizer.iterations)
+        )
+
+    def made_updates(self) -> Iterable[Update]:
+        """The new updates of the last train call, in order.
+
+        While an update is being looked at, `skipped_updates` holds those
+        skipped before it.
+        """
+        for update in self.model.last_updates:
+            self.skipped_updates += update.skipped
+            if update.update > self.num_updates:
+                self.num_updates = update.update
+                yield update
+
+
+class TensorBoard(UpdateCallback):
+    """Writes one point per update, and the metrics of each epoch.
+
+    By update, in `log_dir/train`, at step = the update's number from 1:
+
+    * `loss`: mean over the window, unscaled;
+    * `learning_rate`: used for this update;
+    * `gradient_norm`: of the reduced gradient, before clipping;
+    * `loss_scale`: 1 without loss scaling;
+    * `skipped_updates`: how many were skipped before this one;
+    * `examples_per_second`: over all replicas and micro-steps, in the time
+      since the last train call ended. Updates of one call share it, and the
+      first call's includes tracing.
+
+    By epoch, as Keras names them: `epoch_<metric>` in `log_dir/train`, and
+    those of validation, without their `val_`, in `log_dir/validation`.
+
+    Args:
+        log_dir: the directory for `tensorboard --logdir`.
+        clock: seconds from any origin. Default `time.perf_counter`.
+
+    Context: every worker has it, and only the chief writes.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike,
+        *,
+        clock: Clock = time.perf_counter,
+    ):
+        super().__init__()
+        self._log_dir = os.fspath(log_dir)
+        self._clock = clock
+        self._since = 0.0
+        self._writers: dict[str, Any] = {}
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Opens the event files."""
+        super().on_train_begin(logs)
+        worker, _ = strategies.worker_index(self.model.distribute_strategy)
+        names = ("train", "validation") if worker == 0 else ()
+        self._writers = {
+            name: tf.summary.create_file_writer(
+                os.path.join(self._log_dir, name)
+            )
+            for name in names
+        }
+
+    def on_epoch_begin(
+        self, epoch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Starts the clock: validation is not training."""
+        self._since = self._clock()
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Writes the updates of the train call that has ended."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        rate = _rate(_examples(self.model), seconds)
+        for update in self.made_updates():
+            self._write(
+                "train",
+                update.update,
+                loss=update.loss,
+                learning_rate=update.learning_rate,
+                gradient_norm=update.gradient_norm,
+                loss_scale=update.loss_scale,
+                skipped_updates=self.skipped_updates,
+                examples_per_second=rate,
+            )
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Writes the metrics of the epoch."""
+        train, validation = {}, {}
+        for name, value in (logs or {}).items():
+            if name.startswith("val_"):
+                validation[f"epoch_{name.removeprefix('val_')}"] = value
+            else:
+                train[f"epoch_{name}"] = value
+        self._write("train", epoch, **train)
+        self._write("validation", epoch, **validation)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_train_end(self, logs: dict[str, float] | None = None) -> None:
+        """Closes the event files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers = {}
+
+    def _write(self, writer: str, step: int, **values: float) -> None:
+        if writer in self._writers:
+            with self._writers[writer].as_default():
+                for name, value in values.items():
+                    tf.summary.scalar(name, value, step=step)
+
+
+class Throughput(UpdateCallback):
+    """Adds `examples/s` and `updates` to the logs: progress bar and history.
+
+    `examples/s` counts the examples of all replicas and micro-steps in this
+    epoch, over wall time without validation. The first call of the train
+    function traces, so it is left out once there is a second. `updates` is
+    the number of updates made since the model was compiled.
+
+    Callbacks that come later in the list find both in their logs.
+
+    Args:
+        clock: seconds from any origin. Default `time.perf_counter`.
+    """
+
+    def __init__(self, *, clock: Clock = time.perf_counter):
+        super().__init__()
+        self._clock = clock
+        self._calls = 0
+        self._since = 0.0
+        self._epoch = (0, 0.0)
+        self._finished = (0, 0.0)
+
+    @property
+    def examples_per_second(self) -> float:
+        """Over all epochs so far."""
+        return _rate(*_sum(self._finished, self._epoch))
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Forgets an earlier run."""
+        super().on_train_begin(logs)
+        self._calls = 0
+        self._epoch = self._finished = (0, 0.0)
+
+    def on_epoch_begin(
+        self, epoch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Starts the epoch's clock."""
+        if self._calls > 1:
+            self._finished = _sum(self._finished, self._epoch)
+        self._epoch = (0, 0.0)
+        self._since = self._clock()
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Counts the examples of the train call that has ended."""
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        call = (_examples(self.model), seconds)
+        self._epoch = call if self._calls < 2 else _sum(self._epoch, call)
+        self._calls += 1
+        for _ in self.made_updates():
+            pass
+        self._add_to(logs)
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Adds both to the logs of the epoch."""
+        self._add_to(logs)
+
+    def _add_to(self, logs: dict[str, float] | None) -> None:
+        if logs is not None:
+            logs["examples/s"] = _Whole(_rate(*self._epoch))
+            logs["updates"] = _Whole(self.num_updates)
+
+
+class Curves(UpdateCallback):
+    """Keeps the loss and the learning rate of every update, and plots them.
+
+    Attributes:
+        updates: the updates made in this run, in order.
+        epochs: (number of the last update, logs) of every epoch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates: list[Update] = []
+        self.epochs: list[tuple[int, dict[str, float]]] = []
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Forgets an earlier run."""
+        super().on_train_begin(logs)
+        self.updates, self.epochs = [], []
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Keeps the updates of the train call that has ended."""
+        self.updates.extend(self.made_updates())
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Keeps the logs of the epoch."""
+        self.epochs.append((self.num_updates, dict(logs or {})))
+
+    def as_dict(self) -> dict[str, list[float]]:
+        """Lists of equal length: update, loss, learning_rate."""
+        return {
+            name: [getattr(update, name) for update in self.updates]
+            for name in ("update", "loss", "learning_rate")
+        }
+
+    def plot(self, path: str | os.PathLike, title: str = "") -> None:
+        """Draws loss and learning rate over updates into an image file.
+
+        Args:
+            path: of the file; its ending says which format.
+            title: above the plot.
+        """
+        # Takes half a second, which a run without a plot need not spend.
+        from matplotlib.figure import Figure
+
+        curves = self.as_dict()
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        losses, rates = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+        losses.plot(curves["update"], curves["loss"], "C0", lw=1, alpha=0.35)
+        for name, label, color in (
+            ("loss", "training, mean of the epoch", "C0"),
+            ("val_loss", "validation", "C1"),
+        ):
+            points = [
+                (u, logs[name]) for u, logs in self.epochs if name in logs
+            ]
+            if points:
+                losses.plot(
+                    *zip(*points, strict=True),
+                    f"{color}o-",
+                    markersize=3,
+                    label=label,
+                )
+                losses.legend()
+        positive = [loss for loss in curves["loss"] if loss > 0]
+        if len(positive) == len(curves["loss"]) > 0:
+            losses.set_yscale("log")
+        losses.set(ylabel="loss", title=title)
+        rates.plot(curves["update"], curves["learning_rate"], "C2")
+        rates.set(xlabel="update", ylabel="learning rate")
+        rates.set_ylim(bottom=0)
+        for axes in (losses, rates):
+            axes.grid(alpha=0.3)
+        figure.savefig(path, dpi=120)
+
+
+class _Whole(float):
+    """A number that Keras' progress bar writes without decimals."""
+
+    def __truediv__(self, other: Any) -> "_Whole":
+        return _Whole(float(self) / other)
+
+    def __format__(self, spec: str) -> str:
+        return f"{float(self):.0f}"
+
+
+def _examples(model: Any) -> int:
+    """Examples of the last train call, over all replicas and micro-steps."""
+    return sum(update.examples for update in model.last_updates)
+
+
+def _rate(examples: int, seconds: float) -> float:
+    return examples / seconds if seconds > 0 else 0.0
+
+
+def _sum(
+    first: tuple[int, float], second: tuple[int, float]
+) -> tuple[int, float]:
+    return first[0] + second[0], first[1] + second[1]

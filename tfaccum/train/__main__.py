@@ -1,0 +1,7 @@
+"""`python -m tfaccum.train`."""
+
+import sys
+
+from tfaccum.train import main
+
+sys.exit(main())

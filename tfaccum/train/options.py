@@ -1,0 +1,498 @@
+"""What the command line and the experiment ask for, checked early.
+
+Imports nothing but the standard library, absl and `tfaccum.batching`, so that
+a mistake is reported before TensorFlow takes seconds to start.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from tfaccum.batching import BatchPlan
+
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+
+# What an experiment file has to define.
+FUNCTIONS = ("model", "data", "compile_arguments")
+# Flags that its DEFAULTS may set.
+DEFAULTS = (
+    "global_batch",
+    "micro_batch",
+    "accumulation_steps",
+    "cut_batches",
+    "epochs",
+    "learning_rate",
+    "precision",
+    "seed",
+    "steps_per_execution",
+    "jit",
+)
+# The sizes of a BatchPlan, in the order in which the experiment's fill in
+# what the command line leaves open.
+_SIZES = {
+    "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation_steps",
+}
+_GROUPS = {
+    "What to train": ("experiment",),
+    "Batches: global = micro x replicas x accumulation steps; two are enough": (
+        "global_batch",
+        "micro_batch",
+        "accumulation_steps",
+        "cut_batches",
+    ),
+    "Training": (
+        "epochs",
+        "learning_rate",
+        "precision",
+        "seed",
+        "steps_per_execution",
+        "jit",
+    ),
+    "Devices": ("strategy", "devices", "virtual_devices"),
+    "Files": ("model_dir", "data_dir"),
+    "Afterwards": ("verify_updates",),
+}
+_PLACEHOLDERS = {
+    "experiment": "FILE",
+    "model_dir": "DIR",
+    "data_dir": "DIR",
+    "devices": "A,B",
+}
+
+
+class UsageError(Exception):
+    """The command cannot be run as it was given. The text is one line."""
+
+    def __init__(self, message: object):
+        super().__init__(" ".join(str(message).split()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for: flags over the experiment's DEFAULTS.
+
+    Attributes:
+        experiment: Path of the experiment file.
+        batch_sizes: Two or three of the sizes that `BatchPlan.derive` takes.
+        sources: Where each of them came from.
+        model_dir: Where the chief writes.
+        flags: Every flag and its value, for the record.
+
+    The others are the flags of the same name.
+    """
+
+    experiment: Path
+    batch_sizes: Mapping[str, int]
+    sources: Mapping[str, str]
+    cut_batches: bool
+    epochs: int
+    learning_rate: float
+    precision: str
+    seed: int
+    steps_per_execution: int
+    jit: bool
+    strategy: str
+    devices: tuple[str, ...] | None
+    virtual_devices: int | None
+    model_dir: Path
+    data_dir: str | None
+    verify_updates: int
+    flags: Mapping[str, Any]
+
+    def plan(self, num_replicas: int, source: str) -> BatchPlan:
+        """The batch plan for so many replicas.
+
+        Args:
+            num_replicas: Over all workers.
+            source: Where that number came from, for the error.
+
+        Raises:
+            UsageError: If there is no such plan.
+        """
+        try:
+            return BatchPlan.derive(
+                num_replicas=num_replicas,
+                sources={**self.sources, "num_replicas": source},
+                **self.batch_sizes,
+            )
+        except ValueError as error:
+            raise UsageError(error) from error
+
+
+def parse(argv: Sequence[str]) -> Options | None:
+    """Reads the command line and the experiment's DEFAULTS.
+
+    Args:
+        argv: Program name and arguments.
+
+    Returns:
+        The options, or None if help was asked for.
+
+    Raises:
+        UsageError: If a flag is unknown or its value is wrong.
+        UsageError: If there is no such experiment, or it lacks something.
+        UsageError: If there is no such batch plan.
+        UsageError: If the devices that were asked for contradict each other.
+        UsageError: If the chief cannot write to `--model_dir`.
+    """
+    values = _define_flags()
+    try:
+        rest = values(list(argv))[1:]
+    except flags.Error as error:
+        raise UsageError(error) from error
+    if values["help"].value or values["helpshort"].value:
+        return None
+    if rest:
+        raise UsageError(
+            f"every argument must be a flag. Received: {rest[0]!r}. Flags "
+            "begin with --; --helpshort lists them."
+        )
+    if values["experiment"].value is None:
+        raise UsageError(
+            "--experiment must be given: the path of a .py file or the name "
+            "of a module. Received: none. Try "
+            "--experiment=experiments/digits_cnn.py."
+        )
+    path = _find(values["experiment"].value)
+    sizes, sources = _apply_defaults(values, path, _read_defaults(path))
+    if values["learning_rate"].value is None:
+        raise UsageError(
+            "--learning_rate must be given, or be in the DEFAULTS of "
+            f"{path}. Received: none."
+        )
+    is_chief = _check_devices(values)
+    found = {
+        name: values[name].value for group in _GROUPS.values() for name in group
+    }
+    if found["model_dir"] is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        found["model_dir"] = os.path.join("runs", f"{path.stem}-{stamp}")
+    found["model_dir"] = Path(found["model_dir"]).expanduser()
+    found["experiment"] = path
+    if found["devices"] is not None:
+        found["devices"] = tuple(found["devices"])
+    record = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in found.items()
+    }
+    for name in _SIZES.values():
+        del found[name]
+    options = Options(batch_sizes=sizes, sources=sources, flags=record, **found)
+    _check_plan(options)
+    if is_chief:
+        _check_model_dir(options.model_dir)
+    return options
+
+
+def help_text() -> str:
+    """All flags, by group."""
+    values = _define_flags()
+    lines = [
+        "usage: tfaccum-train --experiment=FILE [flags]",
+        "",
+        "Trains the model of an experiment file. Flags override its DEFAULTS.",
+    ]
+    for title, names in _GROUPS.items():
+        lines += ["", f"{title}:"]
+        for name in names:
+            lines += _help_of(values[name])
+    return "\n".join(lines)
+
+
+def _help_of(flag: flags.Flag) -> list[str]:
+    """The lines of one flag: its form, and its text beside or below."""
+    kind = flag.flag_type()
+    if kind == "bool":
+        form = f"--[no]{flag.name}"
+    elif kind == "string enum":
+        form = f"--{flag.name}={'|'.join(flag.parser.enum_values)}"
+    else:
+        value = _PLACEHOLDERS.get(flag.name, "X" if kind == "float" else "N")
+        form = f"--{flag.name}={value}"
+    form = f"  {form}"
+    # absl puts the values of an enum before its text.
+    texts = flag.help.rpartition(">: ")[2].split("\n")
+    column = 28
+    if len(form) >= column:
+        return [form, *(" " * column + text for text in texts)]
+    return [
+        f"{form if index == 0 else '':{column}}{text}"
+        for index, text in enumerate(texts)
+    ]
+
+
+def _define_flags() -> flags.FlagValues:
+    """The flags of this command; those of other libraries stay out."""
+    values = flags.FlagValues()
+
+    def integer(name: str, default: int | None, text: str, least: int) -> None:
+        flags.DEFINE_integer(
+            name, default, text, lower_bound=least, flag_values=values
+        )
+
+    def string(name: str, text: str) -> None:
+        flags.DEFINE_string(name, None, text, flag_values=values)
+
+    def boolean(name: str, text: str) -> None:
+        flags.DEFINE_bool(name, False, text, flag_values=values)
+
+    string("experiment", "a .py file or a dotted module")
+    integer("global_batch", None, "examples behind one update", 1)
+    integer("micro_batch", None, "most examples that a replica holds", 1)
+    integer("accumulation_steps", None, "micro-steps in one update", 1)
+    boolean(
+        "cut_batches",
+        "the dataset yields global batches, which each\n"
+        "replica cuts; otherwise it yields micro x replicas\n"
+        "examples, and so many batches make one update",
+    )
+    integer("epochs", 1, "passes over the data", 1)
+    flags.DEFINE_float(
+        "learning_rate",
+        None,
+        "for the experiment's optimizer",
+        lower_bound=0.0,
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "precision",
+        "float32",
+        PRECISIONS,
+        "default float32",
+        flag_values=values,
+    )
+    integer("seed", 0, "of weights and of the order of examples", 0)
+    integer("steps_per_execution", 1, "updates in one call", 1)
+    boolean("jit", "compile the micro-step with XLA")
+    flags.DEFINE_enum(
+        "strategy",
+        "auto",
+        STRATEGIES,
+        "default auto: workers if TF_CONFIG names them, else\n"
+        "all visible GPUs, else the CPU",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "devices", None, "for instance GPU:0,GPU:1", flag_values=values
+    )
+    integer("virtual_devices", None, "replicas to make of the CPU", 1)
+    string("model_dir", "new; default runs/<experiment>-<time>")
+    string("data_dir", "of TensorFlow Datasets; default its own")
+    integer(
+        "verify_updates",
+        0,
+        "take the first N updates again, and compare them\n"
+        "with one big batch on one device; exit code 1 if\n"
+        "they differ",
+        0,
+    )
+    for name in ("help", "helpshort"):
+        boolean(name, "print this")
+    return values
+
+
+def _find(experiment: str) -> Path:
+    """The file of an experiment, by path or by the name of its module."""
+    path = Path(experiment).expanduser()
+    if path.suffix != ".py" and os.sep not in experiment:
+        # As `python -m` does, also for the installed command.
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            spec = importlib.util.find_spec(experiment)
+        except (ImportError, ValueError):
+            spec = None
+        path = Path(spec.origin) if spec and spec.origin else path
+    if path.suffix != ".py" or not path.is_file():
+        raise UsageError(
+            "--experiment must be the path of a .py file or the name of a "
+            f"module. Received: --experiment={experiment}, and there is no "
+            "such file."
+        )
+    return path
+
+
+def _read_defaults(path: Path) -> dict[str, Any]:
+    """The literal DEFAULTS of an experiment file, without running it."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--experiment must be Python. Received: {path} ({error})."
+        ) from error
+    names: set[str] = set()
+    literal = None
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            targets = {getattr(target, "id", "") for target in node.targets}
+            names |= targets
+            literal = node.value if "DEFAULTS" in targets else literal
+    missing = [name for name in FUNCTIONS if name not in names]
+    if missing:
+        raise UsageError(
+            f"--experiment must define {', '.join(FUNCTIONS)}. Received: "
+            f"{path} without {', '.join(missing)}."
+        )
+    try:
+        defaults = ast.literal_eval(literal) if literal else {}
+    except ValueError:
+        defaults = None
+    if not isinstance(defaults, dict):
+        raise UsageError(
+            "DEFAULTS must be written out as a dict of numbers and strings. "
+            f"Received: {ast.unparse(literal)} in {path}."
+        )
+    return defaults
+
+
+def _apply_defaults(
+    values: flags.FlagValues, path: Path, defaults: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Gives the experiment's values to flags that are not on the command line.
+
+    The sizes of the batch depend on each other: the experiment's fill in,
+    the global batch first, until two are known.
+
+    Returns:
+        The sizes that `BatchPlan.derive` takes, and where they came from.
+    """
+    unknown = [name for name in defaults if name not in DEFAULTS]
+    if unknown:
+        raise UsageError(
+            f"DEFAULTS must name only {', '.join(DEFAULTS)}. Received: "
+            f"{unknown[0]!r} in {path}."
+        )
+    sizes, sources = {}, {}
+    for size, name in _SIZES.items():
+        if values[name].present:
+            sizes[size], sources[size] = values[name].value, f"--{name}"
+    wanted = 2 if sizes else 3
+    for size, name in _SIZES.items():
+        if len(sizes) < wanted and size not in sizes and name in defaults:
+            sizes[size] = _set(values, name, defaults[name], path)
+            sources[size] = f"DEFAULTS of {path}"
+    for name, value in defaults.items():
+        if name not in _SIZES.values() and not values[name].present:
+            _set(values, name, value, path)
+    return sizes, sources
+
+
+def _set(values: flags.FlagValues, name: str, value: Any, path: Path) -> Any:
+    """Sets a flag as the command line would, with the same checks."""
+    try:
+        values[name].parse(value)
+    except flags.Error as error:
+        raise UsageError(f"DEFAULTS of {path}: {error}") from error
+    return values[name].value
+
+
+def _check_devices(values: flags.FlagValues) -> bool:
+    """Looks for contradictions; returns whether this process is the chief."""
+    strategy, devices = values["strategy"].value, values["devices"].value
+    virtual = values["virtual_devices"].value
+    workers, is_chief = _cluster(os.environ.get("TF_CONFIG", ""))
+    named = "--devices" if devices else "--virtual_devices"
+    count = len(devices) if devices else virtual
+    if devices and virtual:
+        raise UsageError(
+            "--devices and --virtual_devices must not be given together. "
+            f"Received: --devices={','.join(devices)} and "
+            f"--virtual_devices={virtual}."
+        )
+    if workers and (count or strategy not in ("auto", "multi_worker")):
+        what = f"{named}" if count else f"--strategy={strategy}"
+        raise UsageError(
+            f"{what} must not be given when TF_CONFIG names a cluster. "
+            f"Received: TF_CONFIG with {workers} workers. Choose a worker's "
+            "GPUs with CUDA_VISIBLE_DEVICES."
+        )
+    if strategy == "multi_worker" and not workers:
+        raise UsageError(
+            "--strategy=multi_worker needs TF_CONFIG with a cluster. "
+            "Received: no TF_CONFIG."
+        )
+    if count and (
+        (strategy == "one_device" and count > 1)
+        or (strategy == "mirrored" and count < 2)
+    ):
+        needs = "one device" if strategy == "one_device" else "two or more"
+        raise UsageError(
+            f"--strategy={strategy} needs {needs}. Received: {count} in "
+            f"{named}."
+        )
+    return is_chief
+
+
+def _cluster(text: str) -> tuple[int, bool]:
+    """Number of workers in TF_CONFIG, and whether this one is the chief."""
+    try:
+        config = json.loads(text or "{}")
+        cluster, task = config.get("cluster", {}), config.get("task", {})
+        workers = sum(len(cluster.get(kind, [])) for kind in _WORKERS)
+        chief = "chief" if cluster.get("chief") else "worker"
+        first = task.get("type") == chief and task.get("index") == 0
+    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise UsageError(
+            "TF_CONFIG must be JSON with a cluster and a task. Received: "
+            f"TF_CONFIG={text!r} ({error})."
+        ) from error
+    return workers, first or not workers
+
+
+_WORKERS = ("chief", "worker")
+
+
+def _check_plan(options: Options) -> None:
+    """Makes the plan if the number of replicas is known by now.
+
+    Otherwise the global batch has to be divisible at least by what is known.
+    """
+    if options.virtual_devices or options.strategy == "one_device":
+        options.plan(options.virtual_devices or 1, _replicas_source(options))
+    elif options.devices:
+        options.plan(len(options.devices), "--devices")
+    elif len(options.batch_sizes) < 3:
+        options.plan(1, "one at least; the devices are not known yet")
+
+
+def _replicas_source(options: Options) -> str:
+    if options.virtual_devices:
+        return "--virtual_devices"
+    return f"--strategy={options.strategy}"
+
+
+def _check_model_dir(model_dir: Path) -> None:
+    """Makes the directory and writes to it, to see that it can be done."""
+    try:
+        model_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=model_dir):
+            pass
+        used = any(model_dir.iterdir())
+    except OSError as error:
+        raise UsageError(
+            "--model_dir must be a directory that can be written. Received: "
+            f"--model_dir={model_dir} ({error.strerror})."
+        ) from error
+    if used:
+        raise UsageError(
+            "--model_dir must be new or empty, or the curves of two runs "
+            f"would be mixed. Received: --model_dir={model_dir}, which is not "
+            "empty."
+        )
