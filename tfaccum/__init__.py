@@ -1,10 +1,20 @@
-"""tfaccum: exact gradient accumulation for Keras on TensorFlow."""
+"""tfaccum: exact gradient accumulation for Keras on TensorFlow.
 
-from tfaccum.accumulator import GradientAccumulator
-from tfaccum.batching import BatchPlan
-from tfaccum.model import Model
-from tfaccum.strategy import make_strategy
-from tfaccum.window import Update
+Names are imported when they are first used, so that `tfaccum-train` can
+refuse a mistyped flag before TensorFlow takes seconds to start.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tfaccum import versions
+
+if TYPE_CHECKING:
+    from tfaccum.accumulator import GradientAccumulator
+    from tfaccum.batching import BatchPlan
+    from tfaccum.model import Model
+    from tfaccum.strategy import make_strategy
+    from tfaccum.window import Update
 
 __version__ = "0.1.0"
 
@@ -15,3 +25,23 @@ __all__ = [
     "Update",
     "make_strategy",
 ]
+
+_HOMES = {
+    "BatchPlan": "batching",
+    "GradientAccumulator": "accumulator",
+    "Model": "model",
+    "Update": "window",
+    "make_strategy": "strategy",
+}
+
+versions.check()
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name, or a module of the package, on first use."""
+    if name in _HOMES:
+        module = importlib.import_module(f"tfaccum.{_HOMES[name]}")
+        return getattr(module, name)
+    if name == "data":
+        return importlib.import_module(f"tfaccum.{name}")
+    raise AttributeError(f"module 'tfaccum' has no attribute {name!r}")
