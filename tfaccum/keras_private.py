@@ -54,9 +54,10 @@ class Divisor:
 
 
 class _StepLosses:
-    """The losses computed so far in one micro-step."""
+    """The losses computed so far in one micro-step of so many rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Any = None) -> None:
+        self.rows = rows
         self.divisors: list[Divisor] = []
         self.recording = False
 
@@ -67,7 +68,7 @@ _step_losses: contextvars.ContextVar[_StepLosses | None] = (
 
 
 @contextlib.contextmanager
-def plain_mean_losses() -> Iterator[None]:
+def plain_mean_losses(rows: Any = None) -> Iterator[None]:
     """Inside, a Keras loss is a plain mean over the examples of this replica.
 
     Keras divides every loss by the number of replicas, because its optimizer
@@ -76,10 +77,13 @@ def plain_mean_losses() -> Iterator[None]:
     for losses, `add_loss` and regularizers alike. It holds for the current
     thread only, so a plain Keras model trained beside keeps its own rule.
 
+    Args:
+        rows: scalar: the examples of this micro-batch on this replica.
+
     Context: replica; opened around a user's `train_step` or `test_step`.
     Source: `scale_loss_for_distribution` in keras/src/losses/loss.py.
     """
-    token = _step_losses.set(_StepLosses())
+    token = _step_losses.set(_StepLosses(rows))
     try:
         yield
     finally:
@@ -220,6 +224,31 @@ def symbolic_build(model: keras.Model, element_spec: Any) -> None:
     it over the replicas, which fails for uneven batches and across workers.
     """
     model._symbolic_build(data_batch=element_spec)
+    weigh_output_losses(model)
+
+
+def weigh_output_losses(model: keras.Model) -> None:
+    """Makes the logged loss of each output a mean over examples.
+
+    Keras weighs it by the static batch size, which is unknown in a graph: it
+    logs a mean of the batches' means, wrong where batches are ragged.
+
+    Source: `CompileLoss.call` in keras/src/trainers/compile_utils.py.
+    """
+    compiled = model._compile_loss
+    for metric in compiled.metrics if compiled is not None else []:
+        if "update_state" not in metric.__dict__:
+            metric.update_state = _by_rows(metric.update_state)
+
+
+def _by_rows(update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(values: Any, sample_weight: Any = None) -> Any:
+        losses = _step_losses.get()
+        if losses is not None:
+            sample_weight = losses.rows
+        return update_state(values, sample_weight=sample_weight)
+
+    return replacement
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

@@ -193,7 +193,7 @@ class MicroStep:
 
     def _compute(self, rows: tf.Tensor, data: Any) -> Any:
         """Runs `train_step` and turns what it hands over into sums."""
-        with keras_private.plain_mean_losses(), _receiving() as received:
+        with keras_private.plain_mean_losses(rows), _receiving() as received:
             logs = self._step(_without_optionals(data))
         if not received and self._trains:
             raise RuntimeError(
