@@ -12,6 +12,7 @@ from tfaccum import versions
 if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
     from tfaccum.batching import BatchPlan
+    from tfaccum.loss_scale import LossScale
     from tfaccum.model import Model
     from tfaccum.strategy import make_strategy
     from tfaccum.window import Update
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchPlan",
     "GradientAccumulator",
+    "LossScale",
     "Model",
     "Update",
     "make_strategy",
@@ -29,6 +31,7 @@ __all__ = [
 _HOMES = {
     "BatchPlan": "batching",
     "GradientAccumulator": "accumulator",
+    "LossScale": "loss_scale",
     "Model": "model",
     "Update": "window",
     "make_strategy": "strategy",

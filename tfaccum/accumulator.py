@@ -42,7 +42,9 @@ class ReplicaSums:
         )
 
     def add(self, tensors: Any) -> None:
-        """Adds a nest of the same structure; IndexedSlices stay sparse.
+        """Adds a nest of the same structure, cast to the sums' dtypes.
+
+        IndexedSlices stay sparse.
 
         Context: replica.
         """
@@ -51,14 +53,20 @@ class ReplicaSums:
             tf.nest.flatten(tensors, expand_composites=False),
             strict=True,
         ):
+            tensor = tf.cast(tensor, total.dtype)
             if isinstance(tensor, tf.IndexedSlices):
                 total.scatter_add(tensor)
             else:
                 total.assign_add(tensor)
 
     def values(self) -> Any:
-        """This replica's sums, as a nest of tensors. Context: replica."""
-        return tf.nest.map_structure(tf.identity, self._sums)
+        """This replica's sums, a nest of float32 or wider. Context: replica."""
+        return tf.nest.map_structure(
+            lambda total: tf.cast(
+                tf.identity(total), reduction.accumulator_dtype(total.dtype)
+            ),
+            self._sums,
+        )
 
     def reset(self) -> None:
         """Sets this replica's sums to zero. Context: replica."""

@@ -6,6 +6,7 @@ have the same arguments, callbacks and results. A Keras "batch" stays a
 dataset batch: with K = 8 the progress bar moves by 8.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -15,9 +16,8 @@ import tensorflow as tf
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
 from tfaccum.feeding import NO_MORE_DATA, Source, any_number_of_rows
+from tfaccum.loss_scale import LossScale
 from tfaccum.window import Update, Window
-
-MAX_CONSECUTIVE_SKIPS = 20
 
 
 class HostLoop:
@@ -37,8 +37,13 @@ class HostLoop:
     overrides_train_step: bool
     reset_metrics: Any
 
+    # Set by `compile`.
     gradient_accumulation_steps = 1
     micro_batch_size: int | None = None
+    accumulator_dtype: str | None = None
+    loss_scale: LossScale | float | str | None = "auto"
+    on_nonfinite = "skip"
+    max_consecutive_skips = 20
 
     # What happened at each update of the last call of the train function.
     last_updates: tuple[Update, ...] = ()
@@ -80,7 +85,7 @@ class HostLoop:
             logs, rows, more = execute(
                 iterator, batches, self.gradient_accumulation_steps
             )
-            self.last_updates = tuple(Update.from_row(row) for row in rows)
+            self.last_updates = tuple(window.read(row) for row in rows)
             self.accumulator_bytes = window.accumulator_bytes
             return logs, more
 
@@ -238,8 +243,9 @@ class HostLoop:
             The `keras.callbacks.History` of this call.
 
         Raises:
-            RuntimeError: if `MAX_CONSECUTIVE_SKIPS` updates in a row were
-                skipped because a gradient was not finite.
+            RuntimeError: if `max_consecutive_skips` updates in a row were
+                skipped because a gradient was not finite; names the first
+                variable, replica and worker.
         """
         self._check_compiled("fit")
         if validation_split and validation_data is None:
@@ -326,25 +332,53 @@ class HostLoop:
         source.end_epoch(done, exhausted=not more)
         return dict(logs)
 
+    @property
+    def loss_scale_floor(self) -> float:
+        """Below which a dynamic loss scale does not fall."""
+        if isinstance(self.loss_scale, LossScale):
+            return self.loss_scale.floor
+        return LossScale.floor
+
     def _check_updates(self) -> None:
         """Looks at what the last updates did; stops a run that is lost."""
         for update in self.last_updates:
-            self._skips_in_a_row = (
-                self._skips_in_a_row + 1 if update.skipped else 0
-            )
-            if self._skips_in_a_row >= MAX_CONSECUTIVE_SKIPS:
-                raise RuntimeError(
-                    f"{self._skips_in_a_row} updates in a row were skipped "
-                    "because a gradient was not finite (loss "
-                    f"{update.loss}, loss scale {update.loss_scale}, after "
-                    f"update {update.update}). The weights are those of the "
-                    "last good update. Look at the data and the learning rate."
-                )
             if update.weight == 0:
                 self._warn_once(
                     "A window had a total weight of zero (every example "
                     "masked or weighted 0): no update was made."
                 )
+            if self.on_nonfinite == "apply":
+                continue
+            self._skips_in_a_row = (
+                self._skips_in_a_row + 1 if update.skipped else 0
+            )
+            limit = self.max_consecutive_skips
+            if self.on_nonfinite == "raise":
+                limit = 1
+            if self._skips_in_a_row >= limit:
+                raise RuntimeError(self._lost_run(update))
+
+    def _lost_run(self, update: Update) -> str:
+        """What to say when no update can be made any more."""
+        if update.nonfinite_replica is None:
+            where = "the sum over the replicas, of finite gradients,"
+        else:
+            local = strategies.num_local_replicas(self.distribute_strategy)
+            where = (
+                f"that of {update.nonfinite_variable} on replica "
+                f"{update.nonfinite_replica} (worker "
+                f"{update.nonfinite_replica // local})"
+            )
+        loss = "finite" if math.isfinite(update.loss) else "not finite itself"
+        return (
+            f"Gradients must be finite; {self._skips_in_a_row} updates in a "
+            f"row were skipped. Received: in the window after update "
+            f"{update.update} {where} was not finite; the loss was "
+            f"{update.loss} ({loss}), the loss scale {update.loss_scale}. The "
+            "weights are those of the last good update. Look at the data of "
+            "that window, the learning rate and, if only the gradient is not "
+            "finite, the loss scale."
+        )
 
     def train_on_batch(
         self,

@@ -1,5 +1,6 @@
 """`tfaccum.Model`: a Keras model whose updates are made once per window."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfaccum import keras_private, loss_scale
+from tfaccum import keras_private
 from tfaccum import strategy as strategies
 from tfaccum.loop import HostLoop
+from tfaccum.loss_scale import LossScale, current_scale, with_scale
 from tfaccum.micro_step import Backward, hand_over
 from tfaccum.update import check_optimizer
+
+ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
+ON_NONFINITE = ("skip", "raise", "apply")
 
 
 @keras.saving.register_keras_serializable("tfaccum")
@@ -88,6 +93,10 @@ class Model(HostLoop, keras.Model):
         *args: Any,
         gradient_accumulation_steps: int = 1,
         micro_batch_size: int | None = None,
+        accumulator_dtype: str | None = None,
+        loss_scale: LossScale | float | str | None = "auto",
+        on_nonfinite: str = "skip",
+        max_consecutive_skips: int = 20,
         **kwargs: Any,
     ) -> None:
         """Configures training.
@@ -100,11 +109,26 @@ class Model(HostLoop, keras.Model):
                 once, >= 1: each dataset batch is cut into micro-batches that
                 differ by at most one example. None: not cut. Composes with
                 `gradient_accumulation_steps`.
+            accumulator_dtype: of the gradient sums: "float32", "bfloat16"
+                (half the memory, and sums that lose small gradients) or
+                "float64". None: float32, or a variable's own dtype where that
+                is wider.
+            loss_scale: what the loss is multiplied by in the backward pass.
+                "auto": as Keras does, a dynamic scale under `mixed_float16`
+                and the optimizer's own otherwise. A `tfaccum.LossScale`, a
+                fixed number > 0, or None for none.
+            on_nonfinite: what becomes of an update whose gradient is not
+                finite, in any precision. "skip": it is not made. "raise": it
+                is not made, and training stops. "apply": it is made, as in
+                Keras, and ruins the weights.
+            max_consecutive_skips: after so many skipped updates in a row
+                training stops with an error, >= 1.
             **kwargs: as in `keras.Model.compile`.
 
         Raises:
             TypeError: if a count is not an int, or `optimizer` no optimizer.
             ValueError: if a count is less than 1.
+            ValueError: if another argument is not one of those named.
             ValueError: if `optimizer.gradient_accumulation_steps` is set.
             ValueError: if the model was made under a strategy that is not
                 supported.
@@ -114,12 +138,24 @@ class Model(HostLoop, keras.Model):
         _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
         if micro_batch_size is not None:
             _check_count("micro_batch_size", micro_batch_size)
+        _check_count("max_consecutive_skips", max_consecutive_skips)
+        _check_choice(
+            "accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES
+        )
+        _check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        _check_loss_scale(loss_scale)
         super().compile(*args, **kwargs)
         check_optimizer(self.optimizer)
+        if not isinstance(loss_scale, str):  # "auto" is as Keras made it.
+            self.optimizer = with_scale(self.optimizer, loss_scale)
         if self.jit_compile:
             strategies.check_xla(self.distribute_strategy)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.micro_batch_size = micro_batch_size
+        self.accumulator_dtype = accumulator_dtype
+        self.on_nonfinite = on_nonfinite
+        self.max_consecutive_skips = max_consecutive_skips
+        self.loss_scale = loss_scale
         self.reset_training_functions()
         self.overrides_train_step = (
             type(self).train_step is not Model.train_step
@@ -129,10 +165,18 @@ class Model(HostLoop, keras.Model):
         """As in Keras, with the arguments of `compile` added here."""
         config = super().get_compile_config()
         if config:
-            config["gradient_accumulation_steps"] = (
-                self.gradient_accumulation_steps
-            )
-            config["micro_batch_size"] = self.micro_batch_size
+            config |= {
+                "gradient_accumulation_steps": self.gradient_accumulation_steps,
+                "micro_batch_size": self.micro_batch_size,
+                "accumulator_dtype": self.accumulator_dtype,
+                "loss_scale": (
+                    dataclasses.asdict(self.loss_scale)
+                    if isinstance(self.loss_scale, LossScale)
+                    else self.loss_scale
+                ),
+                "on_nonfinite": self.on_nonfinite,
+                "max_consecutive_skips": self.max_consecutive_skips,
+            }
         return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
@@ -140,7 +184,10 @@ class Model(HostLoop, keras.Model):
         if type(self).compile is not Model.compile:
             super().compile_from_config(config)  # Warns, as Keras does.
             return
-        self.compile(**keras.saving.deserialize_keras_object(config))
+        config = keras.saving.deserialize_keras_object(config)
+        if isinstance(config.get("loss_scale"), dict):
+            config["loss_scale"] = LossScale(**config["loss_scale"])
+        self.compile(**config)
         if self.built:
             with self.distribute_strategy.scope():
                 self.optimizer.build(self.trainable_variables)
@@ -282,7 +329,7 @@ class Model(HostLoop, keras.Model):
         if variables is None:
             variables = self.trainable_variables
         variables = list(variables)
-        scale = loss_scale.current_scale(optimizer)
+        scale = current_scale(optimizer)
         seed = None if scale is None else tf.cast(scale, loss.dtype)
         gradients = tape.gradient(loss, variables, output_gradients=seed)
         missing = [
@@ -360,6 +407,28 @@ def _num_examples(x: Any) -> tf.Tensor:
     """Rows of the inputs, scalar int32."""
     leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
     return tf.shape(leaf)[0]
+
+
+def _check_choice(name: str, value: Any, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, choices))}. "
+            f"Received: {name}={value!r}."
+        )
+
+
+def _check_loss_scale(scale: Any) -> None:
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not (
+        scale is None
+        or scale == "auto"
+        or isinstance(scale, LossScale)
+        or (is_number and scale > 0)
+    ):
+        raise ValueError(
+            "`loss_scale` must be 'auto', None, a positive number or a "
+            f"tfaccum.LossScale. Received: loss_scale={scale!r}."
+        )
 
 
 def _check_count(name: str, value: Any) -> None:

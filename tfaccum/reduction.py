@@ -7,7 +7,7 @@ and over the replicas last, in one group of collectives. The division happens
 once, after both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, Union
 
 import tensorflow as tf
@@ -29,31 +29,37 @@ def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
     """`weight * gradient` in the accumulator's dtype, zero for zero weight.
 
     A replica without examples has weight 0 and, often, a NaN for a gradient;
-    0 * NaN must not reach the sum.
+    0 * NaN must not reach the sum. The product is taken in float32 or wider:
+    a weight of thousands of tokens would leave float16.
 
     Args:
         gradient: float tensor, or IndexedSlices, of any shape.
         weight: scalar float tensor, >= 0.
     """
+    dtype = accumulator_dtype(gradient.dtype)
+    weight = tf.cast(weight, dtype)
+    return of_values(
+        gradient, lambda g: tf.math.multiply_no_nan(tf.cast(g, dtype), weight)
+    )
+
+
+def of_values(
+    gradient: Gradient, function: Callable[[tf.Tensor], tf.Tensor]
+) -> Gradient:
+    """Applies an elementwise function to a dense or sparse gradient."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            weighted(gradient.values, weight),
-            gradient.indices,
-            gradient.dense_shape,
+            function(gradient.values), gradient.indices, gradient.dense_shape
         )
-    dtype = accumulator_dtype(gradient.dtype)
-    return tf.math.multiply_no_nan(
-        tf.cast(gradient, dtype), tf.cast(weight, dtype)
-    )
+    return function(gradient)
 
 
 def divided(total: Gradient, weight: tf.Tensor) -> Gradient:
     """`total / weight`, zero where the weight is zero."""
-    if isinstance(total, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            divided(total.values, weight), total.indices, total.dense_shape
-        )
-    return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    return of_values(
+        total,
+        lambda t: tf.math.divide_no_nan(t, tf.cast(weight, t.dtype)),
+    )
 
 
 def all_reduce_sum(tensors: Any) -> Any:
@@ -82,10 +88,10 @@ def all_reduce_sum(tensors: Any) -> Any:
 
 def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The L2 norm over all gradients, scalar float32 or wider."""
-    dense = [
-        g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients
+    squares = [
+        2.0 * tf.nn.l2_loss(tf.cast(values(g), accumulator_dtype(g.dtype)))
+        for g in gradients
     ]
-    squares = [2.0 * tf.nn.l2_loss(g) for g in dense]
     widest = max((s.dtype for s in squares), key=lambda dtype: dtype.size)
     return tf.sqrt(tf.add_n([tf.cast(s, widest) for s in squares]))
 
@@ -100,17 +106,22 @@ def all_finite(gradients: Sequence[Gradient], norm: tf.Tensor) -> tf.Tensor:
         gradients: tensors or IndexedSlices.
         norm: their `global_norm`.
     """
+    return tf.cond(
+        tf.math.is_finite(norm),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all(each_finite(gradients)),
+    )
 
-    def read_all() -> tf.Tensor:
-        return tf.reduce_all(
-            [
-                tf.reduce_all(
-                    tf.math.is_finite(
-                        g.values if isinstance(g, tf.IndexedSlices) else g
-                    )
-                )
-                for g in gradients
-            ]
-        )
 
-    return tf.cond(tf.math.is_finite(norm), lambda: tf.constant(True), read_all)
+def each_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Which gradients are finite everywhere, bool [number of gradients]."""
+    return tf.stack(
+        [tf.reduce_all(tf.math.is_finite(values(g))) for g in gradients]
+    )
+
+
+def values(gradient: Gradient) -> tf.Tensor:
+    """The gradient itself, or the rows that a sparse one holds."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return gradient

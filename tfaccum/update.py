@@ -78,6 +78,9 @@ def update_if(
     variables: Sequence[keras.Variable],
     finite: tf.Tensor,
     has_weight: tf.Tensor,
+    *,
+    applies_nonfinite: bool = False,
+    floor: float = loss_scale.LossScale.floor,
 ) -> None:
     """Applies a good gradient; moves the loss scale once either way.
 
@@ -89,14 +92,16 @@ def update_if(
         finite: scalar bool: the verdict on the gradients.
         has_weight: scalar bool: whether the window's weight is not zero;
             otherwise nothing happened that could be judged.
+        applies_nonfinite: whether a bad gradient is applied all the same.
+        floor: of the loss scale.
 
     Context: cross-replica.
     """
+    good = has_weight if applies_nonfinite else finite & has_weight
     _only_if(
-        finite & has_weight,
-        lambda: apply_update(strategy, optimizer, gradients, variables),
+        good, lambda: apply_update(strategy, optimizer, gradients, variables)
     )
-    _only_if(has_weight, lambda: loss_scale.move(optimizer, finite))
+    _only_if(has_weight, lambda: loss_scale.move(optimizer, finite, floor))
 
 
 def _only_if(condition: tf.Tensor, action: Callable[[], None]) -> None:

@@ -34,6 +34,10 @@ class Update:
             finite.
         examples: examples in the window, over all replicas.
         weight: sum of the weights; 0 means that nothing was applied.
+        nonfinite_replica: the first replica with a gradient that is not
+            finite, counted over all workers; None if there is none, or if
+            only the sum over the replicas is not finite.
+        nonfinite_variable: path of the first such variable on that replica.
     """
 
     update: int
@@ -44,21 +48,8 @@ class Update:
     skipped: bool
     examples: int
     weight: float
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> "Update":
-        """Reads what `Window.run` has written."""
-        update, loss, rate, norm, scale, skipped, examples, weight = row
-        return cls(
-            int(update),
-            float(loss),
-            float(rate),
-            float(norm),
-            float(scale),
-            bool(skipped),
-            int(examples),
-            float(weight),
-        )
+    nonfinite_replica: int | None = None
+    nonfinite_variable: str | None = None
 
 
 class Window:
@@ -141,18 +132,21 @@ class Window:
         run = self._strategy.run
         state = run(self._layer_state)
         if self._accumulates:
-            more = self._accumulate(iterator, batches)
-            reduced = run(self._reduce, args=(more,))
-            run(self._sums.reset)
+            more, found = self._accumulate(iterator, batches)
         else:
             _, more, found = self._next(iterator)
-            reduced = run(self._reduce, args=(more, found))
-        row = self._row(reduced)
-        finite = tf.constant(True)
-        for index, trained in enumerate(self._step.trained):
-            result = self._result(reduced, index)
-            self._update(trained, reduced["gradients"][index], result)
-            finite &= result["finite"]
+        reduced = run(self._reduce, args=(more, found))
+        finite = tf.reduce_all([r["finite"] for r in self._results(reduced)])
+        row = [*self._row(reduced), *self._culprit(finite, found)]
+        if self._accumulates:
+            run(self._sums.reset)
+        for trained, gradients, result in zip(
+            self._step.trained,
+            reduced["gradients"],
+            self._results(reduced),
+            strict=True,
+        ):
+            self._update(trained, gradients, result)
         run(self._settle_layer_state, args=(finite, state, reduced["state"]))
         return (
             self._local(reduced["logs"]),
@@ -160,8 +154,10 @@ class Window:
             self._local(reduced["more"]),
         )
 
-    def _accumulate(self, iterator: Any, batches: tf.Tensor) -> tf.Tensor:
-        """Adds micro-steps to the sums until `batches` have ended."""
+    def _accumulate(
+        self, iterator: Any, batches: tf.Tensor
+    ) -> tuple[tf.Tensor, Any]:
+        """Adds up micro-steps until `batches` have ended."""
 
         def body(done: tf.Tensor, _: tf.Tensor) -> tuple:
             last, more, found = self._next(iterator)
@@ -173,7 +169,7 @@ class Window:
             body,
             (tf.constant(0), tf.constant(True)),
         )
-        return more
+        return more, self._strategy.run(self._sums.values)
 
     def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         """Takes the next micro-batches through forward and backward pass."""
@@ -189,9 +185,8 @@ class Window:
 
     # --- In replica context ------------------------------------------------
 
-    def _reduce(self, more: tf.Tensor, found: Any = None) -> dict[str, Any]:
+    def _reduce(self, more: tf.Tensor, totals: Any) -> dict[str, Any]:
         """Sums over the replicas, then means, the verdict and the logs."""
-        totals = found if found is not None else self._sums.values()
         metrics = [v.value for v in self._model.metrics_variables]
         had_rows = totals["examples"] > 0
         state = self._layer_state()
@@ -328,23 +323,34 @@ class Window:
         """One replica's copy of a value that all replicas share."""
         return self._strategy.experimental_local_results(value)[0]
 
-    def _result(self, reduced: dict[str, Any], index: int) -> dict[str, Any]:
-        result = dict(reduced["results"][index], examples=reduced["examples"])
-        return {name: self._local(value) for name, value in result.items()}
+    def _results(self, reduced: dict[str, Any]) -> list[dict[str, Any]]:
+        """Loss, weight, norm and verdict of each optimizer's gradient."""
+        return [
+            {name: self._local(value) for name, value in result.items()}
+            for result in reduced["results"]
+        ]
 
     def _create_variables(self) -> None:
         """Sums and optimizers for what a micro-step was found to need."""
         with self._strategy.scope():
             if self._accumulates and self._sums is None:
-                self._sums = ReplicaSums(
-                    tf.nest.map_structure(
-                        lambda spec: tf.TensorSpec(spec.shape, spec.dtype),
-                        self._step.specs,
-                    )
-                )
+                self._sums = ReplicaSums(self._sum_specs())
             for trained in self._step.trained:
                 if trained.variables:
                     build_optimizer(trained.optimizer, trained.all_variables)
+
+    def _sum_specs(self) -> Any:
+        """Dense specs of the sums, in the accumulator's dtype."""
+        specs = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec(spec.shape, spec.dtype),
+            self._step.specs,
+        )
+        chosen = self._model.accumulator_dtype
+        for sums in specs["sums"] if chosen else ():
+            sums["gradients"] = [
+                tf.TensorSpec(spec.shape, chosen) for spec in sums["gradients"]
+            ]
+        return specs
 
     def _update(
         self, trained: Trained, gradients: Any, result: dict[str, Any]
@@ -359,13 +365,16 @@ class Window:
             trained.variables,
             finite=result["finite"],
             has_weight=result["weight"] > 0,
+            applies_nonfinite=self._model.on_nonfinite == "apply",
+            floor=self._model.loss_scale_floor,
         )
 
     def _row(self, reduced: dict[str, Any]) -> list[Any]:
-        """The fields of `Update` but for the count, before the update."""
+        """The first fields of `Update` but for the count."""
+        examples = self._local(reduced["examples"])
         if not self._trains:
-            return [self._local(reduced["examples"])]
-        result = self._result(reduced, 0)
+            return [examples]
+        result = self._results(reduced)[0]
         optimizer = self._step.trained[0].optimizer
         scale = loss_scale.current_scale(optimizer)
         return [
@@ -374,9 +383,37 @@ class Window:
             result["norm"],
             1.0 if scale is None else scale,
             ~result["finite"],
-            result["examples"],
+            examples,
             result["weight"],
         ]
+
+    def _culprit(self, finite: tf.Tensor, found: Any) -> tuple[Any, ...]:
+        """(replica, variable) of the first bad gradient, as numbers; or -1.
+
+        Looked for only where the verdict is bad, which is the same on every
+        worker, so that all or none communicate.
+        """
+        if not self._trains:
+            return ()
+        bad = tf.cond(
+            finite,
+            lambda: tf.zeros([self._replicas]),
+            lambda: self._local(
+                self._strategy.run(self._first_bad_variables, args=(found,))
+            ),
+        )
+        replica = tf.argmax(tf.cast(bad > 0, tf.int32))
+        variable = tf.gather(bad, replica) - 1
+        return tf.where(variable >= 0, replica, -1), variable
+
+    def _first_bad_variables(self, found: Any) -> tf.Tensor:
+        """For each replica 1 + its first bad variable, or 0. Replica."""
+        gradients = [g for sums in found["sums"] for g in sums["gradients"]]
+        bad = tf.cast(~reduction.each_finite(gradients), tf.int32)
+        first = tf.where(tf.reduce_any(bad > 0), tf.argmax(bad) + 1, 0)
+        context = tf.distribute.get_replica_context()
+        mine = tf.one_hot(context.replica_id_in_sync_group, self._replicas)
+        return reduction.all_reduce_sum(mine * tf.cast(first, tf.float32))
 
     def _counted(self, row: list[Any]) -> tf.Tensor:
         """The row with the number of updates, after the update."""
@@ -384,6 +421,26 @@ class Window:
             row = [self._step.trained[0].optimizer.iterations, *row]
         return tf.stack(
             [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in row]
+        )
+
+    def read(self, row: Sequence[float]) -> Update:
+        """The `Update` that `run` has written as a row of numbers."""
+        count, loss, rate, norm, scale, skipped, examples, weight = row[:8]
+        replica, variable = (int(number) for number in row[8:])
+        variables = [v for t in self._step.trained for v in t.variables]
+        return Update(
+            int(count),
+            float(loss),
+            float(rate),
+            float(norm),
+            float(scale),
+            bool(skipped),
+            int(examples),
+            float(weight),
+            nonfinite_replica=replica if replica >= 0 else None,
+            nonfinite_variable=(
+                variables[variable].path if variable >= 0 else None
+            ),
         )
 
 
