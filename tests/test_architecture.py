@@ -21,12 +21,19 @@ PACKAGE = "tfaccum"
 LAYERS = (
     ("batching", "versions"),
     ("strategy", "cluster"),
-    ("accumulator", "reduction", "loss_scale", "update"),
+    ("accumulator", "reduction", "loss_scale", "update", "exponents"),
     ("feeding", "micro_step"),
     ("window",),
     ("loop",),
     ("model",),
-    ("data", "datasets", "checkpoint", "callbacks", "boost"),
+    (
+        "data",
+        "datasets",
+        "checkpoint",
+        "callbacks",
+        "gradient_report",
+        "boost",
+    ),
     ("train", "launch"),
 )
 RANKS = {room: rank for rank, row in enumerate(LAYERS) for room in row}

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import NO_MORE_DATA, Source, any_number_of_rows
 from tfaccum.loss_scale import LossScale
 from tfaccum.window import Update, Window
@@ -47,6 +48,10 @@ class HostLoop:
 
     # What happened at each update of the last call of the train function.
     last_updates: tuple[Update, ...] = ()
+
+    # Whether exponents of gradients are counted, and those of the last window.
+    counts_exponents = False
+    last_exponents: Exponents | None = None
 
     # Bytes that gradient sums take on one replica; 0 without accumulation.
     accumulator_bytes = 0
@@ -82,14 +87,22 @@ class HostLoop:
         execute = self._function_of(window)
 
         def train_function(iterator: Any, batches: int) -> tuple[dict, bool]:
-            logs, rows, more = execute(
+            logs, rows, counts, more = execute(
                 iterator, batches, self.gradient_accumulation_steps
             )
+            if self.counts_exponents:
+                self.last_exponents = Exponents(window.paths, counts)
             self.last_updates = tuple(window.read(row) for row in rows)
             self.accumulator_bytes = window.accumulator_bytes
             return logs, more
 
         self.train_function = train_function
+
+    def count_exponents(self, counts: bool) -> None:
+        """Whether `last_exponents` is filled; traces again when it changes."""
+        if counts != self.counts_exponents:
+            self.counts_exponents = counts
+            self.train_function = None
 
     def make_test_function(self, force: bool = False) -> None:
         """Makes `test_function(...) -> (logs, examples, more)`."""
@@ -105,7 +118,7 @@ class HostLoop:
         def test_function(
             iterator: Any, batches: int
         ) -> tuple[dict, int, bool]:
-            logs, examples, more = execute(iterator, batches, 1)
+            logs, examples, _, more = execute(iterator, batches, 1)
             return logs, int(examples.sum()), more
 
         self.test_function = test_function
@@ -118,28 +131,29 @@ class HostLoop:
 
         def execute(
             iterator: Any, batches: tf.Tensor, steps: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
             if self.steps_per_execution == 1:
-                logs, row, more = window.run(iterator, batches)
-                return logs, row[tf.newaxis], more
+                logs, row, counts, more = window.run(iterator, batches)
+                return logs, row[tf.newaxis], counts, more
 
             def body(
-                done: tf.Tensor, _more: Any, _logs: Any, rows: tf.Tensor
+                done: tf.Tensor, _more: Any, _logs: Any, _: Any, rows: tf.Tensor
             ) -> tuple:
-                logs, row, more = window.run(
+                logs, row, counts, more = window.run(
                     iterator, tf.minimum(steps, batches - done)
                 )
                 rows = tf.concat([rows, row[tf.newaxis]], 0)
-                return done + steps, more, logs, rows
+                return done + steps, more, logs, counts, rows
 
             fields = window.num_fields
             start = (
                 tf.constant(0),
                 tf.constant(True),
                 tf.zeros([0]),
+                tf.zeros([0, NUM_BINS]),
                 tf.zeros([0, fields], tf.float64),
             )
-            _, more, logs, rows = tf.while_loop(
+            _, more, logs, counts, rows = tf.while_loop(
                 lambda done, more, *_: (done < batches) & more,
                 body,
                 start,
@@ -147,10 +161,11 @@ class HostLoop:
                     tf.TensorShape([]),
                     tf.TensorShape([]),
                     tf.TensorShape([None]),
+                    tf.TensorShape([None, NUM_BINS]),
                     tf.TensorShape([None, fields]),
                 ),
             )
-            return logs, rows, more
+            return logs, rows, counts, more
 
         if not self.run_eagerly:
             execute = tf.function(
@@ -164,13 +179,13 @@ class HostLoop:
             if iterator is not prepared_for:
                 window.prepare(iterator.element_spec)
                 prepared_for = iterator
-            logs, rows, more = execute(
+            logs, rows, counts, more = execute(
                 iterator, tf.constant(batches), tf.constant(steps)
             )
             named = dict(
                 zip(window.log_names, logs.numpy().tolist(), strict=True)
             )
-            return named, rows.numpy(), bool(more)
+            return named, rows.numpy(), counts.numpy(), bool(more)
 
         return function
 

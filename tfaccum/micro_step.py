@@ -3,7 +3,7 @@
 What a micro-step finds is a nest of tensors that only need adding up, over
 the micro-steps of a window and over the replicas:
 
-    {"examples": n, "logs": {name: n * value},
+    {"examples": n, "logs": {name: n * value}, "exponents": [counts, ...],
      "sums": [{"gradients": [w * g, ...], "loss": w * loss, "weight": w}]}
 
 with one entry of "sums" per optimizer.
@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfaccum import keras_private, reduction
+from tfaccum import exponents, keras_private, reduction
 from tfaccum import strategy as strategies
 from tfaccum.reduction import Gradient
 
@@ -204,7 +204,13 @@ class MicroStep:
             )
         self.trained = [Trained.of(backward) for backward in received]
         examples = tf.cast(tf.maximum(rows, 0), tf.float32)
+        gradients = [g for b in received for g in b.gradients if g is not None]
         return {
+            "exponents": [
+                exponents.count(g)
+                for g in gradients
+                if self._model.counts_exponents
+            ],
             "examples": examples,
             "sums": [self._weighted(backward) for backward in received],
             "logs": {

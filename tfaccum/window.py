@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfaccum import feeding, keras_private, loss_scale, reduction
 from tfaccum import strategy as strategies
 from tfaccum.accumulator import ReplicaSums
+from tfaccum.exponents import NUM_BINS
 from tfaccum.micro_step import MicroStep, Trained
 from tfaccum.reduction import Gradient
 from tfaccum.update import build_optimizer, judged, update_if
@@ -115,7 +116,7 @@ class Window:
 
     def run(
         self, iterator: Any, batches: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """One update from the next `batches` dataset batches.
 
         Args:
@@ -123,9 +124,10 @@ class Window:
             batches: int32 scalar, K; fewer where the data end.
 
         Returns:
-            (logs, row, more): float32 [len(log_names)], float64 [num_fields]
-            (an `Update`; in evaluation the number of examples), and whether
-            any worker has data left (bool scalar).
+            (logs, row, exponents, more): float32 [len(log_names)], float64
+            [num_fields] (an `Update`; in evaluation the number of examples),
+            float32 [variables, NUM_BINS] (no variables unless they are asked
+            for), and whether any worker has data left (bool scalar).
 
         Context: cross-replica.
         """
@@ -151,6 +153,10 @@ class Window:
         return (
             self._local(reduced["logs"]),
             self._counted(row),
+            tf.reshape(
+                [self._local(counts) for counts in reduced["exponents"]],
+                [-1, NUM_BINS],
+            ),
             self._local(reduced["more"]),
         )
 
@@ -216,6 +222,7 @@ class Window:
             "gradients": [result.pop("gradients") for result in results],
             "results": results,
             "examples": totals["examples"],
+            "exponents": totals["exponents"],
             "state": state,
             "more": more,
             "logs": self._logs(totals, results, metrics),
@@ -423,11 +430,15 @@ class Window:
             [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in row]
         )
 
+    @property
+    def paths(self) -> list[str]:
+        """Of all variables that have a gradient."""
+        return [v.path for t in self._step.trained for v in t.variables]
+
     def read(self, row: Sequence[float]) -> Update:
         """The `Update` that `run` has written as a row of numbers."""
         count, loss, rate, norm, scale, skipped, examples, weight = row[:8]
         replica, variable = (int(number) for number in row[8:])
-        variables = [v for t in self._step.trained for v in t.variables]
         return Update(
             int(count),
             float(loss),
@@ -439,7 +450,7 @@ class Window:
             float(weight),
             nonfinite_replica=replica if replica >= 0 else None,
             nonfinite_variable=(
-                variables[variable].path if variable >= 0 else None
+                self.paths[variable] if variable >= 0 else None
             ),
         )
 
