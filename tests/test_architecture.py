@@ -21,7 +21,14 @@ PACKAGE = "tfaccum"
 LAYERS = (
     ("batching", "versions"),
     ("strategy", "cluster"),
-    ("accumulator", "reduction", "loss_scale", "update", "exponents"),
+    (
+        "accumulator",
+        "reduction",
+        "loss_scale",
+        "group_loss_scale",
+        "update",
+        "exponents",
+    ),
     ("feeding", "micro_step"),
     ("window",),
     ("loop",),

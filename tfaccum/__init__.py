@@ -12,6 +12,7 @@ from tfaccum import versions
 if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
     from tfaccum.batching import BatchPlan
+    from tfaccum.group_loss_scale import GroupLossScale
     from tfaccum.loss_scale import LossScale
     from tfaccum.model import Model
     from tfaccum.strategy import make_strategy
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchPlan",
     "GradientAccumulator",
+    "GroupLossScale",
     "LossScale",
     "Model",
     "Update",
@@ -31,6 +33,7 @@ __all__ = [
 _HOMES = {
     "BatchPlan": "batching",
     "GradientAccumulator": "accumulator",
+    "GroupLossScale": "group_loss_scale",
     "LossScale": "loss_scale",
     "Model": "model",
     "Update": "window",

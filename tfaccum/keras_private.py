@@ -266,13 +266,14 @@ def layer_state(model: keras.Model) -> list[keras.Variable]:
 
     Those that a layer made as not trainable, such as moving statistics. A
     frozen layer's weights are not trainable either, but were not made so, and
-    only this private list tells.
+    only this private list tells. A layer says `has_forward_state = False`
+    where its variables change otherwise.
     """
     return list(
         {
             id(variable): variable
             for layer in all_layers(model)
-            if layer.trainable
+            if layer.trainable and getattr(layer, "has_forward_state", True)
             for variable in layer._non_trainable_variables
             if tf.as_dtype(variable.dtype).is_floating
         }.values()

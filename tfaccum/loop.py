@@ -42,7 +42,7 @@ class HostLoop:
     gradient_accumulation_steps = 1
     micro_batch_size: int | None = None
     accumulator_dtype: str | None = None
-    loss_scale: LossScale | float | str | None = "auto"
+    loss_scale: Any = "auto"
     on_nonfinite = "skip"
     max_consecutive_skips = 20
 

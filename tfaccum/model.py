@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
 from tfaccum.micro_step import Backward, hand_over
@@ -94,7 +95,7 @@ class Model(HostLoop, keras.Model):
         gradient_accumulation_steps: int = 1,
         micro_batch_size: int | None = None,
         accumulator_dtype: str | None = None,
-        loss_scale: LossScale | float | str | None = "auto",
+        loss_scale: LossScale | GroupLossScale | float | str | None = "auto",
         on_nonfinite: str = "skip",
         max_consecutive_skips: int = 20,
         **kwargs: Any,
@@ -116,7 +117,8 @@ class Model(HostLoop, keras.Model):
             loss_scale: what the loss is multiplied by in the backward pass.
                 "auto": as Keras does, a dynamic scale under `mixed_float16`
                 and the optimizer's own otherwise. A `tfaccum.LossScale`, a
-                fixed number > 0, or None for none.
+                fixed number > 0, a `tfaccum.GroupLossScale` that stands in the
+                model, or None for none.
             on_nonfinite: what becomes of an update whose gradient is not
                 finite, in any precision. "skip": it is not made. "raise": it
                 is not made, and training stops. "apply": it is made, as in
@@ -146,7 +148,9 @@ class Model(HostLoop, keras.Model):
         _check_loss_scale(loss_scale)
         super().compile(*args, **kwargs)
         check_optimizer(self.optimizer)
-        if not isinstance(loss_scale, str):  # "auto" is as Keras made it.
+        if isinstance(loss_scale, GroupLossScale):  # In the model itself.
+            self.optimizer = with_scale(self.optimizer, None)
+        elif not isinstance(loss_scale, str):  # "auto" is as Keras made it.
             self.optimizer = with_scale(self.optimizer, loss_scale)
         if self.jit_compile:
             strategies.check_xla(self.distribute_strategy)
@@ -169,11 +173,7 @@ class Model(HostLoop, keras.Model):
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "micro_batch_size": self.micro_batch_size,
                 "accumulator_dtype": self.accumulator_dtype,
-                "loss_scale": (
-                    dataclasses.asdict(self.loss_scale)
-                    if isinstance(self.loss_scale, LossScale)
-                    else self.loss_scale
-                ),
+                "loss_scale": _scale_config(self.loss_scale),
                 "on_nonfinite": self.on_nonfinite,
                 "max_consecutive_skips": self.max_consecutive_skips,
             }
@@ -185,8 +185,12 @@ class Model(HostLoop, keras.Model):
             super().compile_from_config(config)  # Warns, as Keras does.
             return
         config = keras.saving.deserialize_keras_object(config)
-        if isinstance(config.get("loss_scale"), dict):
-            config["loss_scale"] = LossScale(**config["loss_scale"])
+        if isinstance(scale := config.get("loss_scale"), dict):
+            config["loss_scale"] = (
+                self.get_layer(scale["layer"])
+                if "layer" in scale
+                else LossScale(**scale)
+            )
         self.compile(**config)
         if self.built:
             with self.distribute_strategy.scope():
@@ -422,13 +426,22 @@ def _check_loss_scale(scale: Any) -> None:
     if not (
         scale is None
         or scale == "auto"
-        or isinstance(scale, LossScale)
+        or isinstance(scale, LossScale | GroupLossScale)
         or (is_number and scale > 0)
     ):
         raise ValueError(
             "`loss_scale` must be 'auto', None, a positive number or a "
             f"tfaccum.LossScale. Received: loss_scale={scale!r}."
         )
+
+
+def _scale_config(scale: Any) -> Any:
+    """A loss scale as plain values; one in the model by its layer's name."""
+    if isinstance(scale, GroupLossScale):
+        return {"layer": scale.name}
+    if isinstance(scale, LossScale):
+        return dataclasses.asdict(scale)
+    return scale
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -98,13 +98,13 @@ def update_if(
     Context: cross-replica.
     """
     good = has_weight if applies_nonfinite else finite & has_weight
-    _only_if(
+    only_if(
         good, lambda: apply_update(strategy, optimizer, gradients, variables)
     )
-    _only_if(has_weight, lambda: loss_scale.move(optimizer, finite, floor))
+    only_if(has_weight, lambda: loss_scale.move(optimizer, finite, floor))
 
 
-def _only_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
+def only_if(condition: tf.Tensor, action: Callable[[], None]) -> None:
     """Runs `action` where `condition` (bool scalar) holds."""
 
     def branch() -> tf.Tensor:

@@ -16,9 +16,10 @@ from tfaccum import feeding, keras_private, loss_scale, reduction
 from tfaccum import strategy as strategies
 from tfaccum.accumulator import ReplicaSums
 from tfaccum.exponents import NUM_BINS
+from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.micro_step import MicroStep, Trained
 from tfaccum.reduction import Gradient
-from tfaccum.update import build_optimizer, judged, update_if
+from tfaccum.update import build_optimizer, judged, only_if, update_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +235,15 @@ class Window:
         divisor = tf.ones_like(weight) if trained.is_sum else weight
         gradients = [self._step.over(g, divisor) for g in sums["gradients"]]
         norm, finite = tf.zeros([]), tf.constant(True)
+        of_groups = {}
         if gradients:
+            if groups := self._group_scale(trained):
+                gradients = groups.unscaled(gradients, trained.variables)
+                of_groups["finite_groups"] = groups.verdicts(
+                    gradients, trained.variables
+                )
             gradients, norm, finite = judged(trained.optimizer, gradients)
-        return {
+        return of_groups | {
             "gradients": [
                 _cast(g, v.dtype)
                 for g, v in zip(gradients, trained.variables, strict=True)
@@ -375,6 +382,17 @@ class Window:
             applies_nonfinite=self._model.on_nonfinite == "apply",
             floor=self._model.loss_scale_floor,
         )
+        if groups := self._group_scale(trained):
+            only_if(
+                result["weight"] > 0,
+                lambda: groups.move(result["finite_groups"]),
+            )
+
+    def _group_scale(self, trained: Trained) -> GroupLossScale | None:
+        """The scales by group of layers, where the optimizer has them."""
+        scale = self._model.loss_scale
+        is_main = trained.optimizer is self._model.optimizer
+        return scale if is_main and isinstance(scale, GroupLossScale) else None
 
     def _row(self, reduced: dict[str, Any]) -> list[Any]:
         """The first fields of `Update` but for the count."""
