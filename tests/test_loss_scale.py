@@ -136,7 +136,7 @@ def fit(model, x):
     model.fit(data, verbose=0)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(windows=WINDOWS)
 def test_any_pattern_of_bad_values_follows_numpy(trained_toy, windows):
     model = trained_toy

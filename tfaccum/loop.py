@@ -97,6 +97,7 @@ class HostLoop:
             return logs, more
 
         self.train_function = train_function
+        self._train_window = window
 
     def count_exponents(self, counts: bool) -> None:
         """Whether `last_exponents` is filled; traces again when it changes."""
@@ -309,10 +310,18 @@ class HostLoop:
             callbacks.on_epoch_end(epoch, logs)
             if self.stop_training:
                 break
-        if epochs > 0:
-            self.optimizer.finalize_variable_values(self.trainable_variables)
+        if epochs > first:
+            self._finalize()
         callbacks.on_train_end(logs)
         return self.history
+
+    def _finalize(self) -> None:
+        """Lets optimizers with a moving average set the weights to it."""
+        for trained in self._train_window.trained:
+            if trained.variables:
+                trained.optimizer.finalize_variable_values(
+                    trained.all_variables
+                )
 
     def _train_epoch(
         self, source: Source, epoch: int, callbacks: Any
@@ -375,14 +384,14 @@ class HostLoop:
 
     def _lost_run(self, update: Update) -> str:
         """What to say when no update can be made any more."""
-        if update.nonfinite_replica is None:
+        replica, variable = self._first_culprit(update)
+        if replica is None:
             where = "the sum over the replicas, of finite gradients,"
         else:
             local = strategies.num_local_replicas(self.distribute_strategy)
             where = (
-                f"that of {update.nonfinite_variable} on replica "
-                f"{update.nonfinite_replica} (worker "
-                f"{update.nonfinite_replica // local})"
+                f"that of {variable} on replica {replica} "
+                f"(worker {replica // local})"
             )
         loss = "finite" if math.isfinite(update.loss) else "not finite itself"
         return (
@@ -394,6 +403,21 @@ class HostLoop:
             "that window, the learning rate and, if only the gradient is not "
             "finite, the loss scale."
         )
+
+    def _first_culprit(self, update: Update) -> tuple[int | None, str | None]:
+        """The first bad replica of all workers, and its first bad variable."""
+        found = update.nonfinite_replica, update.nonfinite_variable
+        strategy = self.distribute_strategy
+        if strategies.worker_index(strategy)[1] == 1:
+            return found
+        paths = self._train_window.paths
+        mine = (-1, -1)
+        if found[0] is not None and found[1] is not None:
+            mine = (found[0], paths.index(found[1]))
+        for replica, variable in _gather(strategy, tf.constant([mine])).numpy():
+            if replica >= 0:
+                return int(replica), paths[variable]
+        return None, None
 
     def train_on_batch(
         self,
@@ -651,25 +675,29 @@ def _concat(parts: Any) -> Any:
     return tf.concat(parts, axis=0)
 
 
+def _gather(strategy: tf.distribute.Strategy, mine: tf.Tensor) -> tf.Tensor:
+    """All workers' rows, in the order of the workers."""
+    replicas = strategies.num_local_replicas(strategy)
+
+    def of_replica(context: Any) -> tf.Tensor:
+        is_first = context.replica_id_in_sync_group % replicas == 0
+        return mine if is_first else mine[:0]
+
+    return strategy.gather(
+        strategy.experimental_distribute_values_from_function(of_replica),
+        axis=0,
+    )
+
+
 def _gathered(
     strategy: tf.distribute.Strategy, batches: list[tf.Tensor]
 ) -> list[tf.Tensor]:
     """All workers' rows of each batch, in the order of the workers."""
-    replicas = strategies.num_local_replicas(strategy)
     _, workers = strategies.worker_index(strategy)
-
-    def gather(mine: tf.Tensor) -> tf.Tensor:
-        def of_replica(context: Any) -> tf.Tensor:
-            is_first = context.replica_id_in_sync_group % replicas == 0
-            return mine if is_first else mine[:0]
-
-        return strategy.gather(
-            strategy.experimental_distribute_values_from_function(of_replica),
-            axis=0,
-        )
-
-    sizes = gather(tf.constant([[len(batch) for batch in batches]])).numpy()
-    pieces = tf.split(gather(tf.concat(batches, 0)), sizes.ravel())
+    sizes = tf.constant([[len(batch) for batch in batches]])
+    sizes = _gather(strategy, sizes).numpy()
+    rows = _gather(strategy, tf.concat(batches, 0))
+    pieces = tf.split(rows, sizes.ravel())
     per_worker = [
         pieces[worker * len(batches) : (worker + 1) * len(batches)]
         for worker in range(workers)

@@ -36,9 +36,9 @@ class Update:
             finite.
         examples: examples in the window, over all replicas.
         weight: sum of the weights; 0 means that nothing was applied.
-        nonfinite_replica: the first replica with a gradient that is not
-            finite, counted over all workers; None if there is none, or if
-            only the sum over the replicas is not finite.
+        nonfinite_replica: this worker's first replica with a gradient that
+            is not finite, counted over all workers; None if there is none, or
+            if only the sum over the replicas is not finite.
         nonfinite_variable: path of the first such variable on that replica.
     """
 
@@ -86,6 +86,11 @@ class Window:
             keras_private.layer_state(model) if self._trains else []
         )
         self.log_names: list[str] = []  # Known once `run` was traced.
+
+    @property
+    def trained(self) -> list[Trained]:
+        """Each optimizer with its variables, once a step was traced."""
+        return self._step.trained
 
     @property
     def num_fields(self) -> int:
@@ -144,13 +149,14 @@ class Window:
         if self._accumulates:
             run(self._sums.reset)
         for trained, gradients, result in zip(
-            self._step.trained,
+            self.trained,
             reduced["gradients"],
             self._results(reduced),
             strict=True,
         ):
             self._update(trained, gradients, result)
-        run(self._settle_layer_state, args=(finite, state, reduced["state"]))
+        keeps = finite | (self._model.on_nonfinite == "apply")
+        run(self._settle_layer_state, args=(keeps, state, reduced["state"]))
         return (
             self._local(reduced["logs"]),
             self._counted(row),
@@ -215,9 +221,7 @@ class Window:
             more = more > 0
         results = [
             self._mean(trained, sums)
-            for trained, sums in zip(
-                self._step.trained, totals["sums"], strict=True
-            )
+            for trained, sums in zip(self.trained, totals["sums"], strict=True)
         ]
         return {
             "gradients": [result.pop("gradients") for result in results],
@@ -295,7 +299,7 @@ class Window:
     def _tracks_loss(self) -> bool:
         """Whether the loss that was handed over is logged as a metric."""
         tracker = keras_private.loss_tracker(self._model)
-        return bool(self._step.trained) and any(
+        return bool(self.trained) and any(
             metric is tracker for metric in self._model.metrics
         )
 
@@ -323,13 +327,13 @@ class Window:
         return [tf.identity(v.value) for v in self._layer_variables]
 
     def _settle_layer_state(
-        self, finite: tf.Tensor, before: list, after: list
+        self, keeps: tf.Tensor, before: list, after: list
     ) -> None:
         """Moving statistics, equal on all replicas; as before if skipped."""
         for variable, old, new in zip(
             self._layer_variables, before, after, strict=True
         ):
-            variable.assign(tf.where(finite, tf.cast(new, old.dtype), old))
+            variable.assign(tf.where(keeps, tf.cast(new, old.dtype), old))
 
     # --- In cross-replica context ------------------------------------------
 
@@ -349,7 +353,7 @@ class Window:
         with self._strategy.scope():
             if self._accumulates and self._sums is None:
                 self._sums = ReplicaSums(self._sum_specs())
-            for trained in self._step.trained:
+            for trained in self.trained:
                 if trained.variables:
                     build_optimizer(trained.optimizer, trained.all_variables)
 
@@ -400,7 +404,7 @@ class Window:
         if not self._trains:
             return [examples]
         result = self._results(reduced)[0]
-        optimizer = self._step.trained[0].optimizer
+        optimizer = self.trained[0].optimizer
         scale = loss_scale.current_scale(optimizer)
         return [
             result["loss"],
@@ -413,37 +417,35 @@ class Window:
         ]
 
     def _culprit(self, finite: tf.Tensor, found: Any) -> tuple[Any, ...]:
-        """(replica, variable) of the first bad gradient, as numbers; or -1.
-
-        Looked for only where the verdict is bad, which is the same on every
-        worker, so that all or none communicate.
-        """
+        """(replica, variable) of this worker's first bad gradient; or -1."""
         if not self._trains:
             return ()
-        bad = tf.cond(
-            finite,
-            lambda: tf.zeros([self._replicas]),
-            lambda: self._local(
-                self._strategy.run(self._first_bad_variables, args=(found,))
-            ),
-        )
-        replica = tf.argmax(tf.cast(bad > 0, tf.int32))
-        variable = tf.gather(bad, replica) - 1
-        return tf.where(variable >= 0, replica, -1), variable
+        worker, _ = strategies.worker_index(self._strategy)
+        replicas = strategies.num_local_replicas(self._strategy)
 
-    def _first_bad_variables(self, found: Any) -> tf.Tensor:
-        """For each replica 1 + its first bad variable, or 0. Replica."""
+        def look() -> tf.Tensor:
+            bad = self._strategy.run(self._first_bad_variable, args=(found,))
+            return tf.stack(self._strategy.experimental_local_results(bad))
+
+        bad = tf.cond(finite, lambda: tf.fill([replicas], -1), look)
+        is_bad = tf.reduce_any(bad >= 0)
+        first = tf.argmax(tf.cast(bad >= 0, tf.int32), output_type=tf.int32)
+        replica = tf.where(is_bad, first + worker * replicas, -1)
+        return replica, tf.gather(bad, first)
+
+    def _first_bad_variable(self, found: Any) -> tf.Tensor:
+        """Index of this replica's first bad gradient, int32; or -1."""
         gradients = [g for sums in found["sums"] for g in sums["gradients"]]
+        if not gradients:
+            return tf.constant(-1)
         bad = tf.cast(~reduction.each_finite(gradients), tf.int32)
-        first = tf.where(tf.reduce_any(bad > 0), tf.argmax(bad) + 1, 0)
-        context = tf.distribute.get_replica_context()
-        mine = tf.one_hot(context.replica_id_in_sync_group, self._replicas)
-        return reduction.all_reduce_sum(mine * tf.cast(first, tf.float32))
+        first = tf.argmax(bad, output_type=tf.int32)
+        return tf.where(tf.reduce_any(bad > 0), first, -1)
 
     def _counted(self, row: list[Any]) -> tf.Tensor:
         """The row with the number of updates, after the update."""
         if self._trains:
-            row = [self._step.trained[0].optimizer.iterations, *row]
+            row = [self.trained[0].optimizer.iterations, *row]
         return tf.stack(
             [tf.cast(tf.convert_to_tensor(v), tf.float64) for v in row]
         )
@@ -451,7 +453,7 @@ class Window:
     @property
     def paths(self) -> list[str]:
         """Of all variables that have a gradient."""
-        return [v.path for t in self._step.trained for v in t.variables]
+        return [v.path for t in self.trained for v in t.variables]
 
     def read(self, row: Sequence[float]) -> Update:
         """The `Update` that `run` has written as a row of numbers."""
