@@ -274,9 +274,15 @@ class Curves(UpdateCallback):
         curves = self.as_dict()
         figure = Figure(figsize=(8, 6), layout="constrained")
         losses, rates = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-        losses.plot(curves["update"], curves["loss"], "C0", lw=1, alpha=0.35)
+        losses.plot(
+            *(curves[name] for name in ("update", "loss")),
+            "C0",
+            linewidth=1,
+            alpha=0.35,
+            label="each update",
+        )
         for name, label, color in (
-            ("loss", "training, mean of the epoch", "C0"),
+            ("loss", "mean of the epoch", "C0"),
             ("val_loss", "validation", "C1"),
         ):
             points = [
@@ -289,11 +295,12 @@ class Curves(UpdateCallback):
                     markersize=3,
                     label=label,
                 )
-                losses.legend()
+        losses.legend()
         positive = [loss for loss in curves["loss"] if loss > 0]
         if len(positive) == len(curves["loss"]) > 0:
             losses.set_yscale("log")
-        losses.set(ylabel="loss", title=title)
+        losses.set_ylabel("loss")
+        losses.set_title(title, fontsize="medium")
         rates.plot(curves["update"], curves["learning_rate"], "C2")
         rates.set(xlabel="update", ylabel="learning rate")
         rates.set_ylim(bottom=0)

@@ -43,7 +43,7 @@ def micro_batch_stream(
     *,
     micro_batch_size: int | None = None,
     is_share: bool = False,
-) -> Any:
+) -> tf.data.Dataset:
     """Turns a dataset of batches into this worker's micro-batches.
 
     A batch of n rows is split over all replicas into parts that differ by at
@@ -58,8 +58,8 @@ def micro_batch_stream(
         is_share: whether `dataset` yields this worker's share only.
 
     Returns:
-        What `strategy` iterates over: a `tf.data.Dataset` or a
-        `tf.distribute.DistributedDataset`, endless.
+        An endless dataset: one element after the other for each replica of
+        this worker, micro-step by micro-step. See `next_elements`.
     """
     worker, num_workers = strategies.worker_index(strategy)
     replicas = strategies.num_local_replicas(strategy)
@@ -82,8 +82,23 @@ def micro_batch_stream(
             lambda *batch: _cut(_element(batch), replicas, micro_batch_size)
         )
     tail = tf.data.Dataset.from_tensors(_nothing(stream.element_spec)).repeat()
-    stream = stream.concatenate(tail).prefetch(tf.data.AUTOTUNE)
-    return strategy.distribute_datasets_from_function(lambda _: stream)
+    stream = stream.concatenate(tail).prefetch(2 * replicas)
+    options = tf.data.Options()
+    # With autotuning, deleting an iterator that has not come to its end waits
+    # for a thread that may sleep for more than a minute.
+    options.autotune.enabled = False
+    return stream.with_options(options)
+
+
+def next_elements(
+    iterator: Any, strategy: tf.distribute.Strategy
+) -> tuple[tuple, tuple, tuple]:
+    """The next micro-step's (rows, last, data), each a tuple over replicas."""
+    replicas = strategies.num_local_replicas(strategy)
+    rows, last, data = zip(
+        *(next(iterator) for _ in range(replicas)), strict=True
+    )
+    return rows, last, data
 
 
 def any_number_of_rows(batch: Any) -> tf.data.Dataset:

@@ -44,20 +44,31 @@ class Divisor:
             a constant factor), or "elements", "mask", "weights".
         value: scalar float tensor; None for "sum", and for "examples", where
             the caller knows the number of rows.
-        source: what tells two divisors of one kind apart: equal sources mean
-            equal divisors.
+        source: the tensors that tell two divisors of one kind apart.
     """
 
     kind: str
     value: tf.Tensor | None = None
-    source: tuple[int, ...] = ()
+    source: tuple[Any, ...] = ()
+
+    def equals(self, other: "Divisor") -> bool:
+        """Whether both are known to be the same number, up to a constant."""
+        return self.kind == other.kind and all(
+            mine is theirs
+            for mine, theirs in zip(self.source, other.source, strict=True)
+        )
 
 
 class _StepLosses:
-    """The losses computed so far in one micro-step of so many rows."""
+    """The losses computed so far in one micro-step of so many rows.
 
-    def __init__(self, rows: Any = None) -> None:
+    `fixed` says of each loss whether it has a fixed number of elements per
+    row. Only a traced step can tell; an eager one reads what that has written.
+    """
+
+    def __init__(self, rows: Any, fixed: dict[int, bool]) -> None:
         self.rows = rows
+        self.fixed = fixed
         self.divisors: list[Divisor] = []
         self.recording = False
 
@@ -68,7 +79,9 @@ _step_losses: contextvars.ContextVar[_StepLosses | None] = (
 
 
 @contextlib.contextmanager
-def plain_mean_losses(rows: Any = None) -> Iterator[None]:
+def plain_mean_losses(
+    rows: Any = None, fixed: dict[int, bool] | None = None
+) -> Iterator[None]:
     """Inside, a Keras loss is a plain mean over the examples of this replica.
 
     Keras divides every loss by the number of replicas, because its optimizer
@@ -79,11 +92,12 @@ def plain_mean_losses(rows: Any = None) -> Iterator[None]:
 
     Args:
         rows: scalar: the examples of this micro-batch on this replica.
+        fixed: the same dict for every micro-step of a model.
 
     Context: replica; opened around a user's `train_step` or `test_step`.
     Source: `scale_loss_for_distribution` in keras/src/losses/loss.py.
     """
-    token = _step_losses.set(_StepLosses(rows))
+    token = _step_losses.set(_StepLosses(rows, {} if fixed is None else fixed))
     try:
         yield
     finally:
@@ -96,7 +110,7 @@ def recorded_divisors() -> Iterator[None]:
 
     Read it with `take_divisors`. Outside `plain_mean_losses` nothing is kept.
     """
-    losses = _step_losses.get() or _StepLosses()
+    losses = _step_losses.get() or _StepLosses(None, {})
     losses.recording = True
     try:
         yield
@@ -132,8 +146,13 @@ def _recording(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
     ) -> tf.Tensor:
         losses = _step_losses.get()
         if losses and losses.recording and reduction not in (None, "none"):
+            number = len(losses.divisors)
+            if not tf.executing_eagerly():
+                shape = tf.convert_to_tensor(values).shape
+                losses.fixed[number] = shape[1:].is_fully_defined()
+            is_fixed = losses.fixed.get(number, True)
             losses.divisors.append(
-                _divisor(values, sample_weight, mask, reduction)
+                _divisor(values, sample_weight, mask, reduction, is_fixed)
             )
         return original(
             values,
@@ -147,7 +166,11 @@ def _recording(original: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
 
 def _divisor(
-    values: Any, sample_weight: Any, mask: Any, reduction: str
+    values: Any,
+    sample_weight: Any,
+    mask: Any,
+    reduction: str,
+    is_fixed: bool,
 ) -> Divisor:
     """The divisor of `reduce_weighted_values` for the same arguments."""
     if reduction == "sum":
@@ -161,16 +184,14 @@ def _divisor(
         merged = keras_loss.apply_mask(
             sample_weight, mask, dtype=values.dtype, reduction=reduction
         )
-        return Divisor(
-            "weights", tf.reduce_sum(merged), (id(sample_weight), id(mask))
-        )
+        return Divisor("weights", tf.reduce_sum(merged), (sample_weight, mask))
     if mask is not None:
         valid = tf.reduce_sum(tf.cast(mask, values.dtype))
-        return Divisor("mask", valid, (id(mask),))
-    if values.shape[1:].is_fully_defined():
+        return Divisor("mask", valid, (mask,))
+    if is_fixed:
         return Divisor("examples")
     elements = tf.cast(tf.size(values), values.dtype)
-    return Divisor("elements", elements, (id(values),))
+    return Divisor("elements", elements, (values,))
 
 
 # Looked up by Keras as globals of this module at each call. Replaced once, at

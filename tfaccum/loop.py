@@ -16,7 +16,12 @@ import tensorflow as tf
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
 from tfaccum.exponents import NUM_BINS, Exponents
-from tfaccum.feeding import NO_MORE_DATA, Source, any_number_of_rows
+from tfaccum.feeding import (
+    NO_MORE_DATA,
+    Source,
+    any_number_of_rows,
+    next_elements,
+)
 from tfaccum.loss_scale import LossScale
 from tfaccum.window import Update, Window
 
@@ -169,9 +174,7 @@ class HostLoop:
             return logs, rows, counts, more
 
         if not self.run_eagerly:
-            execute = tf.function(
-                execute, autograph=False, reduce_retracing=True
-            )
+            execute = tf.function(execute, autograph=False)
 
         prepared_for = None
 
@@ -195,17 +198,20 @@ class HostLoop:
         if self.predict_function is not None and not force:
             return
 
+        strategy = self.distribute_strategy
+
         def predict_function(iterator: Any) -> tuple:
-            rows, last, data = next(iterator)
-            outputs = self.distribute_strategy.run(
-                self.predict_step, args=(data,)
-            )
-            return rows, last, outputs
+            rows, last, data = next_elements(iterator, strategy)
+            batch = data[0]
+            if len(data) > 1:
+                batch = tf.nest.map_structure(
+                    lambda *parts: keras_private.per_replica(parts), *data
+                )
+            outputs = strategy.run(self.predict_step, args=(batch,))
+            return rows[0], last[0], outputs
 
         if not self.run_eagerly:
-            predict_function = tf.function(
-                predict_function, autograph=False, reduce_retracing=True
-            )
+            predict_function = tf.function(predict_function, autograph=False)
         self.predict_function = predict_function
 
     # --- Training ----------------------------------------------------------
@@ -280,6 +286,7 @@ class HostLoop:
             class_weight=class_weight,
         )
         self._build(source.spec)
+        self._say_if_windows_are_short(source)
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = _unpacked(validation_data)
@@ -314,6 +321,15 @@ class HostLoop:
             self._finalize()
         callbacks.on_train_end(logs)
         return self.history
+
+    def _say_if_windows_are_short(self, source: Source) -> None:
+        steps, batches = self.gradient_accumulation_steps, source.num_batches
+        if batches is not None and batches < steps:
+            self._warn_once(
+                f"`gradient_accumulation_steps` is {steps}, but an epoch has "
+                f"only {batches} dataset batches: each epoch makes one update "
+                "from a short window, divided by its own weight."
+            )
 
     def _finalize(self) -> None:
         """Lets optimizers with a moving average set the weights to it."""
@@ -567,9 +583,9 @@ class HostLoop:
         last = False
         while not last:
             rows, lasts, outputs = self.predict_function(iterator)
-            if _first(strategy, rows) == NO_MORE_DATA:
+            if int(rows) == NO_MORE_DATA:
                 return None
-            last = bool(_first(strategy, lasts))
+            last = bool(lasts)
             flat = [
                 strategy.experimental_local_results(output)
                 for output in keras.tree.flatten(outputs)
@@ -663,10 +679,6 @@ def _unpacked(data: Any) -> tuple[Any, Any, Any]:
     if isinstance(data, tuple | list):
         return keras.utils.unpack_x_y_sample_weight(tuple(data))
     return data, None, None
-
-
-def _first(strategy: tf.distribute.Strategy, value: Any) -> int:
-    return int(strategy.experimental_local_results(value)[0])
 
 
 def _concat(parts: Any) -> Any:

@@ -12,7 +12,7 @@ with one entry of "sums" per optimizer.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -133,6 +133,7 @@ class MicroStep:
     ):
         self.trained: list[Trained] = []
         self.specs: Any = None
+        self._fixed: dict[int, bool] = {}  # See keras_private.
         self._model = model
         self._step = step
         self._trains = step == model.train_step
@@ -148,18 +149,23 @@ class MicroStep:
                 self._compute, jit_compile=True, reduce_retracing=True
             )
 
-    def run(self, rows: Any, data: Any) -> Any:
+    def run(self, elements: Sequence[tuple[Any, Any]]) -> Any:
         """One micro-step. Communicates nothing.
 
         Args:
-            rows: int32 scalar per replica, its number of examples.
-            data: what `train_step` takes, per replica.
+            elements: for each replica of this worker its number of examples,
+                int32 scalar, and what `train_step` takes.
 
         Returns:
             What was found, per replica; zeros where a replica had no rows.
 
         Context: cross-replica.
         """
+        rows, data = elements[0]
+        if len(elements) > 1:
+            rows, data = tf.nest.map_structure(
+                lambda *parts: keras_private.per_replica(parts), *elements
+            )
         return self._strategy.run(self._on_replica, args=(rows, data))
 
     def times(self, value: Any, weight: tf.Tensor) -> Any:
@@ -183,8 +189,6 @@ class MicroStep:
             return found
 
         def without_rows() -> Any:
-            if self.specs is None:  # Eager, and the first micro-batch empty.
-                tf.function(with_rows).get_concrete_function()
             return tf.nest.map_structure(_zeros, self.specs)
 
         if self._never_skips:  # A layer communicates in its forward pass.
@@ -193,7 +197,13 @@ class MicroStep:
 
     def _compute(self, rows: tf.Tensor, data: Any) -> Any:
         """Runs `train_step` and turns what it hands over into sums."""
-        with keras_private.plain_mean_losses(rows), _receiving() as received:
+        # The condition around a micro-step is no business of the tags that a
+        # user's tf.summary writes: back to the root of names.
+        with (
+            keras_private.plain_mean_losses(rows, self._fixed),
+            _receiving() as received,
+            tf.name_scope("/"),
+        ):
             logs = self._step(_without_optionals(data))
         if not received and self._trains:
             raise RuntimeError(

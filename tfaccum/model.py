@@ -272,12 +272,12 @@ class Model(HostLoop, keras.Model):
         divisors = keras_private.take_divisors()
         if not divisors:
             return examples
-        kinds = {(d.kind, d.source) for d in divisors}
         kind = divisors[0].kind
+        differ = not all(divisors[0].equals(other) for other in divisors)
         extra = bool(self.losses) and (
             kind == "sum" or not keras_private.only_regularizes(self)
         )
-        if len(kinds) > 1 or (extra and kind != "examples"):
+        if differ or (extra and kind != "examples"):
             if self.is_single_micro_step:
                 return examples
             terms = [d.kind for d in divisors] + ["add_loss"] * extra

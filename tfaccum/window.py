@@ -79,7 +79,7 @@ class Window:
             step,
             is_whole_window=self._replicas == 1 and not accumulates,
         )
-        self._micro_step: Callable[..., Any] = self._eager_micro_step
+        self._micro_step: Callable[..., Any] = self._step.run
         self._traced: Any = None
         self._sums: Any = None  # ReplicaSums, where the window accumulates.
         self._layer_variables = (
@@ -108,14 +108,13 @@ class Window:
         Before `run` is traced with an iterator of this spec: a micro-step is
         traced once, and variables are made outside of all traces.
         """
-        if self._model.run_eagerly:
-            return
-        if self._traced is None:
-            self._traced = tf.function(
-                self._step.run, autograph=False, reduce_retracing=True
-            )
         rows, _, data = element_spec
-        self._micro_step = self._traced.get_concrete_function(rows, data)
+        replicas = strategies.num_local_replicas(self._strategy)
+        if self._traced is None:
+            self._traced = tf.function(self._step.run, autograph=False)
+        # Eager steps need the trace too: it tells how their results look.
+        traced = self._traced.get_concrete_function([(rows, data)] * replicas)
+        self._micro_step = self._step.run if self._model.run_eagerly else traced
         self._create_variables()
 
     # --- The algorithm -----------------------------------------------------
@@ -186,15 +185,9 @@ class Window:
 
     def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
         """Takes the next micro-batches through forward and backward pass."""
-        rows, last, data = next(iterator)
-        found = self._micro_step(rows, data)
-        more = self._local(rows) != feeding.NO_MORE_DATA
-        return self._local(last), more, found
-
-    def _eager_micro_step(self, rows: Any, data: Any) -> Any:
-        found = self._step.run(rows, data)
-        self._create_variables()
-        return found
+        rows, last, data = feeding.next_elements(iterator, self._strategy)
+        found = self._micro_step(list(zip(rows, data, strict=True)))
+        return last[0], rows[0] != feeding.NO_MORE_DATA, found
 
     # --- In replica context ------------------------------------------------
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from absl import logging
+
 from tfaccum.batching import BatchPlan
 from tfaccum.train.options import Options, UsageError
 
@@ -46,7 +48,18 @@ from tfaccum import callbacks as progress  # noqa: E402
 from tfaccum import feeding  # noqa: E402
 from tfaccum import strategy as strategies  # noqa: E402
 from tfaccum.model import Model  # noqa: E402
-from tfaccum.train import report, verify  # noqa: E402
+from tfaccum.train.report import (  # noqa: E402
+    Results,
+    add_verification,
+    table,
+    write,
+)
+from tfaccum.train.verify import (  # noqa: E402
+    Comparison,
+    StartFrom,
+    compare,
+    first_windows,
+)
 
 
 def run(options: Options) -> int:
@@ -56,98 +69,120 @@ def run(options: Options) -> int:
         UsageError: If the devices, the batch plan, the data or the arguments
             of `compile` turn out to be impossible.
     """
-    started = time.perf_counter()
-    strategy = _make_strategy(options)
-    plan = options.plan(strategies.num_replicas(strategy), _named(strategy))
-    worker, _ = strategies.worker_index(strategy)
-    say: Callable[..., None] = print if worker == 0 else _say_nothing
-    say(_describe(plan, options))
+    job = _Job(options)
+    initial = job.train()
+    if not options.verify_updates:
+        return 0
+    return 0 if job.verify(initial).equal is not False else 1
 
-    keras.utils.set_random_seed(options.seed)
-    keras.config.set_dtype_policy(options.precision)
-    experiment = _load(options)
-    with _usage_errors():
-        train, validation = experiment.data(
-            batch_size=(
-                plan.global_batch_size
-                if options.cut_batches
-                else plan.dataset_batch_size
-            ),
-            seed=options.seed,
-            data_dir=options.data_dir,
+
+class _Job:
+    """Everything that training and verification share."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.started = time.perf_counter()
+        self.strategy = _make_strategy(options)
+        self.plan = options.plan(
+            strategies.num_replicas(self.strategy), _named(self.strategy)
         )
-    num_updates = _num_updates(train, plan, options)
-    if num_updates is not None:
-        say(_describe_epochs(train, num_updates, options))
+        self.is_chief = strategies.worker_index(self.strategy)[0] == 0
+        self.say(_describe(self.plan, options))
+        keras.utils.set_random_seed(options.seed)
+        keras.config.set_dtype_policy(options.precision)
+        self.experiment = _load(options)
+        with _usage_errors(), _quiet_datasets():
+            self.data, self.validation = self.experiment.data(
+                batch_size=(
+                    self.plan.global_batch_size
+                    if options.cut_batches
+                    else self.plan.dataset_batch_size
+                ),
+                seed=options.seed,
+                data_dir=options.data_dir,
+            )
+        self.num_updates = _num_updates(self.data, self.plan, options)
+        if self.num_updates is not None:
+            self.say(_describe_epochs(self.data, self.num_updates, options))
 
-    def compile_arguments() -> dict[str, Any]:
-        return experiment.compile_arguments(
-            learning_rate=options.learning_rate, num_updates=num_updates
+    def say(self, text: str) -> None:
+        """Prints on the chief."""
+        if self.is_chief:
+            print(text, flush=True)
+
+    def compile_arguments(self) -> dict[str, Any]:
+        """The experiment's own; new objects each time."""
+        return self.experiment.compile_arguments(
+            learning_rate=self.options.learning_rate,
+            num_updates=self.num_updates,
         )
 
-    def compiled(changed: Callable[[dict], dict] = lambda a: a) -> Model:
-        """The model, compiled as asked for, with changed arguments."""
-        with strategy.scope():
-            model = experiment.model()
+    def compiled(self, changed: Callable[[dict], dict] = lambda a: a) -> Model:
+        """A new model, compiled as asked for, with changed arguments."""
+        with self.strategy.scope():
+            model = self.experiment.model()
             if not isinstance(model, Model):
                 model = Model.from_keras(model)
             with _usage_errors():
                 model.compile(
-                    **changed(compile_arguments()),
-                    **_accumulation(plan, options),
-                    steps_per_execution=options.steps_per_execution,
-                    jit_compile=options.jit,
+                    **changed(self.compile_arguments()),
+                    **_accumulation(self.plan, self.options),
+                    steps_per_execution=self.options.steps_per_execution,
+                    jit_compile=self.options.jit,
                 )
         return model
 
-    model = compiled()
-    curves, throughput = progress.Curves(), progress.Throughput()
-    initial = verify.InitialWeights()
-    history = model.fit(
-        train,
-        validation_data=validation,
-        epochs=options.epochs,
-        verbose=0 if worker else (1 if sys.stdout.isatty() else 2),
-        callbacks=[
-            progress.TensorBoard(options.model_dir / "tensorboard"),
-            throughput,
-            curves,
+    def train(self) -> list:
+        """Trains and reports; returns the weights from which it started."""
+        options = self.options
+        model = self.compiled()
+        curves, throughput = progress.Curves(), progress.Throughput()
+        initial = StartFrom()
+        bar = 1 if sys.stdout.isatty() else 2
+        history = model.fit(
+            self.data,
+            validation_data=self.validation,
+            epochs=options.epochs,
+            verbose=bar if self.is_chief else 0,
+            callbacks=[
+                progress.TensorBoard(options.model_dir / "tensorboard"),
+                throughput,
+                curves,
+                initial,
+            ],
+        )
+        results = Results(
+            history=history.history,
+            updates=curves.num_updates,
+            skipped_updates=curves.skipped_updates,
+            examples_per_second=throughput.examples_per_second,
+            accumulator_bytes=model.accumulator_bytes,
+            wall_time=time.perf_counter() - self.started,
+        )
+        if self.is_chief:
+            model.save(options.model_dir / "final.keras")
+            write(options, self.plan, results, curves)
+            self.say(table(results, options.model_dir))
+        return initial.weights or []
+
+    def verify(self, initial: list) -> Comparison:
+        """Takes the first updates again, and reports."""
+        steps = self.plan.gradient_accumulation_steps
+        comparison = compare(
+            self.compiled,
+            self.experiment.model(),
+            self.compile_arguments(),
             initial,
-        ],
-    )
-    results = report.Results(
-        history=history.history,
-        updates=curves.num_updates,
-        skipped_updates=curves.skipped_updates,
-        examples_per_second=throughput.examples_per_second,
-        accumulator_bytes=model.accumulator_bytes,
-        wall_time=time.perf_counter() - started,
-    )
-    if worker == 0:
-        model.save(options.model_dir / "final.keras")
-        report.write(options, plan, results, curves)
-        say(report.table(results, options.model_dir))
-    if not options.verify_updates:
-        return 0
-    comparison = verify.compare(
-        compiled,
-        experiment.model(),
-        compile_arguments(),
-        initial.weights,
-        verify.first_windows(
-            train,
-            1 if options.cut_batches else plan.gradient_accumulation_steps,
-            options.verify_updates,
-        ),
-    )
-    if worker == 0:
-        report.add_verification(options.model_dir, comparison)
-        say(comparison.describe())
-    return 0 if comparison.equal is not False else 1
-
-
-def _say_nothing(*_: Any) -> None:
-    pass
+            first_windows(
+                self.data,
+                1 if self.options.cut_batches else steps,
+                self.options.verify_updates,
+            ),
+        )
+        if self.is_chief:
+            add_verification(self.options.model_dir, comparison)
+            self.say(comparison.describe())
+        return comparison
 
 
 @contextlib.contextmanager
@@ -157,6 +192,19 @@ def _usage_errors() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise UsageError(error) from error
+
+
+@contextlib.contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Keeps TFDS from warning that a dataset is new, and drawing bars."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _make_strategy(options: Options) -> tf.distribute.Strategy:
@@ -193,7 +241,9 @@ def _named(strategy: tf.distribute.Strategy) -> str:
 def _load(options: Options) -> Any:
     """Runs the experiment's file as a module."""
     path = options.experiment
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(
+        f"tfaccum_experiment_{path.stem}", path
+    )
     if spec is None or spec.loader is None:
         raise UsageError(
             f"--experiment must be Python. Received: --experiment={path}."

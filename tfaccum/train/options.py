@@ -174,27 +174,30 @@ def parse(argv: Sequence[str]) -> Options | None:
             f"{path}. Received: none."
         )
     is_chief = _check_devices(values)
-    found = {
-        name: values[name].value for group in _GROUPS.values() for name in group
-    }
-    if found["model_dir"] is None:
+    if values["model_dir"].value is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        found["model_dir"] = os.path.join("runs", f"{path.stem}-{stamp}")
-    found["model_dir"] = Path(found["model_dir"]).expanduser()
-    found["experiment"] = path
-    if found["devices"] is not None:
-        found["devices"] = tuple(found["devices"])
-    record = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in found.items()
-    }
-    for name in _SIZES.values():
-        del found[name]
-    options = Options(batch_sizes=sizes, sources=sources, flags=record, **found)
+        values["model_dir"].value = f"runs/{path.stem}-{stamp}"
+    options = _options(values, path, sizes, sources)
     _check_plan(options)
     if is_chief:
         _check_model_dir(options.model_dir)
     return options
+
+
+def _options(
+    values: flags.FlagValues,
+    path: Path,
+    sizes: Mapping[str, int],
+    sources: Mapping[str, str],
+) -> Options:
+    found: dict[str, Any] = {
+        name: values[name].value for group in _GROUPS.values() for name in group
+    }
+    rest = {k: v for k, v in found.items() if k not in _SIZES.values()}
+    rest["experiment"] = path
+    rest["model_dir"] = Path(found["model_dir"]).expanduser()
+    rest["devices"] = found["devices"] and tuple(found["devices"])
+    return Options(batch_sizes=sizes, sources=sources, flags=found, **rest)
 
 
 def help_text() -> str:
@@ -215,10 +218,11 @@ def help_text() -> str:
 def _help_of(flag: flags.Flag) -> list[str]:
     """The lines of one flag: its form, and its text beside or below."""
     kind = flag.flag_type()
+    choices = getattr(flag.parser, "enum_values", None)
     if kind == "bool":
         form = f"--[no]{flag.name}"
-    elif kind == "string enum":
-        form = f"--{flag.name}={'|'.join(flag.parser.enum_values)}"
+    elif choices:
+        form = f"--{flag.name}={'|'.join(choices)}"
     else:
         value = _PLACEHOLDERS.get(flag.name, "X" if kind == "float" else "N")
         form = f"--{flag.name}={value}"
@@ -350,8 +354,10 @@ def _read_defaults(path: Path) -> dict[str, Any]:
             f"--experiment must define {', '.join(FUNCTIONS)}. Received: "
             f"{path} without {', '.join(missing)}."
         )
+    if literal is None:
+        return {}
     try:
-        defaults = ast.literal_eval(literal) if literal else {}
+        defaults = ast.literal_eval(literal)
     except ValueError:
         defaults = None
     if not isinstance(defaults, dict):
@@ -379,7 +385,8 @@ def _apply_defaults(
             f"DEFAULTS must name only {', '.join(DEFAULTS)}. Received: "
             f"{unknown[0]!r} in {path}."
         )
-    sizes, sources = {}, {}
+    sizes: dict[str, Any] = {}
+    sources: dict[str, str] = {}
     for size, name in _SIZES.items():
         if values[name].present:
             sizes[size], sources[size] = values[name].value, f"--{name}"
@@ -432,10 +439,14 @@ def _check_devices(values: flags.FlagValues) -> bool:
         (strategy == "one_device" and count > 1)
         or (strategy == "mirrored" and count < 2)
     ):
-        needs = "one device" if strategy == "one_device" else "two or more"
+        needs = (
+            "one device"
+            if strategy == "one_device"
+            else ("two or more devices")
+        )
         raise UsageError(
-            f"--strategy={strategy} needs {needs}. Received: {count} in "
-            f"{named}."
+            f"--strategy={strategy} needs {needs}. Received: {count} "
+            f"device{'s' if count > 1 else ''} in {named}."
         )
     return is_chief
 
@@ -481,10 +492,13 @@ def _replicas_source(options: Options) -> str:
 def _check_model_dir(model_dir: Path) -> None:
     """Makes the directory and writes to it, to see that it can be done."""
     try:
+        is_new = not model_dir.exists()
         model_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=model_dir):
             pass
         used = any(model_dir.iterdir())
+        if is_new:
+            model_dir.rmdir()
     except OSError as error:
         raise UsageError(
             "--model_dir must be a directory that can be written. Received: "

@@ -106,7 +106,7 @@ def write(
     _write_json(options.model_dir / SUMMARY, summary)
     curves.plot(
         options.model_dir / "curves.png",
-        title=f"{options.experiment.stem}: {plan.describe()}",
+        title=f"{options.experiment.stem}\n{plan.describe()}",
     )
 
 
