@@ -6,7 +6,8 @@
 PYTHON ?= python3
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST_FLAGS ?=
-DEMO_FLAGS ?= --experiment=experiments/digits_cnn.py --virtual_devices=2
+DEMO_FLAGS ?= --experiment=experiments/digits_cnn.py --virtual_devices=2 \
+    --precision=mixed_bfloat16 --verify_updates=5
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 

@@ -1,10 +1,8 @@
-"""tfaccum: exact gradient accumulation for Keras on TensorFlow.
-
-Names are imported when they are first used, so that `tfaccum-train` can
-refuse a mistyped flag before TensorFlow takes seconds to start.
-"""
+"""tfaccum: exact gradient accumulation for Keras on TensorFlow."""
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfaccum import versions
@@ -40,8 +38,6 @@ _HOMES = {
     "make_strategy": "strategy",
 }
 
-versions.check()
-
 
 def __getattr__(name: str) -> Any:
     """Imports a public name, or a module of the package, on first use."""
@@ -51,3 +47,19 @@ def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module(f"tfaccum.{name}")
     raise AttributeError(f"module 'tfaccum' has no attribute {name!r}")
+
+
+def _is_command() -> bool:
+    """Whether Python was started to run one of the package's commands."""
+    return (
+        Path(sys.argv[0]).name.startswith("tfaccum-")
+        or "tfaccum.train" in sys.orig_argv
+    )
+
+
+versions.check()
+# Keras finds the classes of a saved model only once they have been imported.
+# A command does without, to refuse a mistyped flag before TensorFlow takes
+# seconds to start.
+if not _is_command():
+    importlib.import_module("tfaccum.model")

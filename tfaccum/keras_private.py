@@ -23,6 +23,7 @@ from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.utils import rng_utils
 from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.eager import context
 
 # The class that `keras.Model(inputs, outputs)` really makes. Keras exports no
 # name for it.
@@ -418,6 +419,27 @@ def per_replica(values: Sequence[Any]) -> Any:
     work inside a `tf.function`.
     """
     return distributed_values.PerReplica(tuple(values))
+
+
+def tell_workers(key: str) -> None:
+    """Leaves a note for all workers of the cluster.
+
+    The coordination service that MultiWorkerMirroredStrategy starts keeps
+    such notes; only the context's private object reaches it.
+    """
+    context.context().set_config_key_value(key, "yes")
+
+
+def wait_for_note(key: str, timeout_seconds: int) -> None:
+    """Waits until some worker has left the note `key`.
+
+    Raises:
+        tf.errors.OpError: if it is not there in time, or the worker that
+            keeps the notes has gone.
+    """
+    context.context().get_config_key_value(
+        key, timeout_in_ms=1000 * timeout_seconds
+    )
 
 
 def separate_collective_keys() -> None:

@@ -1,12 +1,20 @@
 """Which strategy, and facts about it."""
 
+import atexit
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfaccum import keras_private
+
+# How long a worker that has finished waits for the others, in seconds.
+EXIT_TIMEOUT = 60
+
+_leaving = False
 
 SUPPORTED = (
     "no strategy",
@@ -46,7 +54,9 @@ def make_strategy(
                 f"Received: devices={list(devices)}. Choose a worker's devices "
                 "with CUDA_VISIBLE_DEVICES."
             )
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        _leave_together(strategy)
+        return strategy
     visible = [
         device.name.removeprefix("/device:")
         for device in tf.config.list_logical_devices()
@@ -66,6 +76,36 @@ def make_strategy(
         return tf.distribute.OneDeviceStrategy(f"/{names[0]}")
     keras_private.separate_collective_keys()
     return tf.distribute.MirroredStrategy([f"/{name}" for name in names])
+
+
+def _leave_together(strategy: tf.distribute.Strategy) -> None:
+    """Makes this process wait, when it ends well, until all others end.
+
+    A worker that has all that it needs of the last collective may be gone
+    while another still fetches its part from it; that one would wait for ever.
+    """
+    worker, num_workers = worker_index(strategy)
+    notes = {
+        word: [f"tfaccum/{word}/{index}" for index in range(num_workers)]
+        for word in ("finished", "leaves")
+    }
+
+    def leave() -> None:
+        if getattr(sys, "last_value", None) is not None:
+            return  # An error ends this process; the others must see it go.
+        with contextlib.suppress(tf.errors.OpError):
+            keras_private.tell_workers(notes["finished"][worker])
+            for note in notes["finished"]:
+                keras_private.wait_for_note(note, EXIT_TIMEOUT)
+            keras_private.tell_workers(notes["leaves"][worker])
+            # The first worker keeps the notes, and goes last.
+            for note in notes["leaves"] if worker == 0 else ():
+                keras_private.wait_for_note(note, EXIT_TIMEOUT)
+
+    global _leaving
+    if not _leaving:
+        atexit.register(leave)
+        _leaving = True
 
 
 def _has_cluster() -> bool:
