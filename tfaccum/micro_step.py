@@ -146,7 +146,7 @@ class MicroStep:
         self._computes = self._compute
         if model.jit_compile:
             self._computes = tf.function(
-                self._compute, jit_compile=True, reduce_retracing=True
+                self._compute, jit_compile=True, autograph=False
             )
 
     def run(self, elements: Sequence[tuple[Any, Any]]) -> Any:
@@ -197,12 +197,10 @@ class MicroStep:
 
     def _compute(self, rows: tf.Tensor, data: Any) -> Any:
         """Runs `train_step` and turns what it hands over into sums."""
-        # The condition around a micro-step is no business of the tags that a
-        # user's tf.summary writes: back to the root of names.
         with (
             keras_private.plain_mean_losses(rows, self._fixed),
             _receiving() as received,
-            tf.name_scope("/"),
+            _root_of_names(),
         ):
             logs = self._step(_without_optionals(data))
         if not received and self._trains:
@@ -265,6 +263,16 @@ class MicroStep:
         return own
 
 
+def _root_of_names() -> contextlib.AbstractContextManager:
+    """Leaves the name scopes that surround a micro-step.
+
+    A tf.summary in a user's step would carry the name of the condition.
+    """
+    if tf.get_current_name_scope():
+        return tf.name_scope("/")
+    return contextlib.nullcontext()
+
+
 def _without_optionals(data: Any) -> Any:
     """Absent components of a batch as None. Source: Keras' trainer."""
     return keras.tree.map_structure(
@@ -281,7 +289,7 @@ def _normalised(gradient: Gradient, variable: keras.Variable) -> Gradient:
         return tf.IndexedSlices(
             tf.ensure_shape(gradient.values, [None, *variable.shape[1:]]),
             gradient.indices,
-            tf.constant(variable.shape, gradient.indices.dtype),
+            tf.constant(list(variable.shape), gradient.indices.dtype),
         )
     return tf.ensure_shape(gradient, variable.shape)
 
@@ -308,6 +316,6 @@ def _zeros(spec: tf.TensorSpec | _SparseSpec) -> Gradient:
         return tf.IndexedSlices(
             tf.zeros([0, *spec.shape[1:]], spec.dtype),
             tf.zeros([0], spec.indices_dtype),
-            tf.constant(spec.shape, spec.indices_dtype),
+            tf.constant(spec.shape.as_list(), spec.indices_dtype),
         )
     return tf.zeros(spec.shape, spec.dtype)

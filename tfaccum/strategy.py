@@ -178,8 +178,10 @@ def check_xla(strategy: tf.distribute.Strategy) -> None:
     Raises:
         ValueError: for a MirroredStrategy over several CPU devices.
     """
+    if num_local_replicas(strategy) == 1:
+        return
     devices = strategy.extended.worker_devices
-    if len(devices) > 1 and all("CPU" in device for device in devices):
+    if all("CPU" in device for device in devices):
         raise ValueError(
             "`jit_compile` must be False on several CPU devices: XLA cannot "
             f"reach variables on the second. Received: jit_compile=True with "
