@@ -63,23 +63,23 @@ def micro_batch_stream(
     """
     worker, num_workers = strategies.worker_index(strategy)
     replicas = strategies.num_local_replicas(strategy)
+    # `map` unpacks a batch that is a tuple into arguments.
+    is_tuple = type(dataset.element_spec) is tuple
+
+    def whole(arguments: tuple) -> Any:
+        return arguments if is_tuple else arguments[0]
+
     if not is_share and num_workers > 1:
         dataset = dataset.map(
-            lambda *batch: _share(
-                _element(batch), worker, num_workers, replicas
-            )
+            lambda *batch: _share(whole(batch), worker, num_workers, replicas)
         )
     if replicas == 1 and micro_batch_size is None:
         stream = dataset.map(
-            lambda *batch: (
-                tf.maximum(_num_rows(_element(batch)), 0),
-                True,
-                _element(batch),
-            )
+            lambda *batch: (_num_rows(whole(batch)), True, whole(batch))
         )
     else:
         stream = dataset.flat_map(
-            lambda *batch: _cut(_element(batch), replicas, micro_batch_size)
+            lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
         )
     tail = tf.data.Dataset.from_tensors(_nothing(stream.element_spec)).repeat()
     stream = stream.concatenate(tail).prefetch(2 * replicas)
@@ -109,20 +109,16 @@ def any_number_of_rows(batch: Any) -> tf.data.Dataset:
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
-    """The spec of one batch with unknown number of rows."""
-    return tf.nest.map_structure(
-        lambda spec: (
-            tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-            if isinstance(spec, tf.TensorSpec) and spec.shape.rank
-            else spec
-        ),
-        dataset.element_spec,
-    )
+    """The spec of one batch with unknown number of rows; None where absent."""
 
+    def open_rows(spec: Any) -> Any:
+        if isinstance(spec, tf.OptionalSpec):
+            return None
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        return spec
 
-def _element(arguments: tuple) -> Any:
-    """The batch that `Dataset.map` has unpacked into arguments."""
-    return arguments if len(arguments) > 1 else arguments[0]
+    return tf.nest.map_structure(open_rows, dataset.element_spec)
 
 
 def _leaves(batch: Any) -> list[Any]:

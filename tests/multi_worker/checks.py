@@ -100,8 +100,18 @@ def five_and_four_of_unknown_size(strategy):
 
 
 def a_worker_without_data(strategy):
-    model = toy.toy(strategy=strategy, gradient_accumulation_steps=2)
-    return seen_values(toy.fit(model, uneven(sources=([[1, 3], [5]], []))))
+    """Two windows in each epoch, whether the number of batches is known."""
+    sources = ([[1, 3], [5], [7], [9]], [])
+    return [
+        seen_values(
+            toy.fit(
+                toy.toy(strategy=strategy, gradient_accumulation_steps=2),
+                uneven(is_size_known, sources),
+                epochs=2,
+            )
+        )
+        for is_size_known in (True, False)
+    ]
 
 
 def one_row_for_two_workers(strategy):
