@@ -72,6 +72,7 @@ def matrix():
             or (optimizer == "adamw" and not eager)
         )
         way = "cut" if cut else "steps"
+        mode = "eager" if eager else "graph"
         yield pytest.param(
             name,
             steps,
@@ -79,7 +80,7 @@ def matrix():
             eager,
             optimizer,
             marks=() if is_default else pytest.mark.slow,
-            id=f"{name}-{steps}-{way}-{'eager' if eager else 'graph'}-{optimizer}",
+            id=f"{name}-{steps}-{way}-{mode}-{optimizer}",
         )
 
 

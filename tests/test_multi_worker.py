@@ -20,6 +20,7 @@ CHECKS = (
     "one_row_for_two_workers",
     "masked_tokens",
     "overflow",
+    "lost_run",
     "train_on_batch",
     "shuffle_with_a_seed",
     "networks",
@@ -155,6 +156,16 @@ def test_E2_E3_overflow_on_worker_1_is_skipped_by_both(both):
     assert sum(a != b for a, b in zip(second, third, strict=True)) == 3
     # v = -0.375, then 0.5 v - 0.375.
     assert found["weight"] == pytest.approx(-0.375 - 0.5625)
+
+
+def test_E5_lost_run_ends_on_both_and_names_worker_1(both):
+    found = both("lost_run")
+    text = found["text"]
+    assert "3 updates in a row were skipped" in text
+    assert f"that of {found['path']} on replica 1 (worker 1)" in text
+    assert "the loss was nan (not finite itself)" in text
+    assert found["weight"] == pytest.approx(-0.375)
+    assert found["scale"] == 2.0
 
 
 # --- D12, D13: in step ----------------------------------------------------

@@ -404,6 +404,28 @@ def overflow(strategy):
     }
 
 
+def lost_run(strategy):
+    """Worker 1 alone sees NaN from the third batch on, for ever."""
+    model = toy.toy(
+        strategy=strategy,
+        optimizer=lambda: keras.optimizers.SGD(1.0),
+        gradient_accumulation_steps=2,
+        max_consecutive_skips=3,
+        loss_scale=tfaccum.LossScale(initial=4.0, floor=2.0),
+    )
+    bad = [0.25, float("nan")]
+    try:
+        model.fit(toy.batches(GOOD, GOOD, *[bad] * 20), verbose=0)
+    except RuntimeError as error:
+        text = str(error)
+    return {
+        "text": text,
+        "path": model.trainable_variables[0].path,
+        "weight": toy.weight_of(model),
+        "scale": float(model.optimizer.dynamic_scale.numpy()),
+    }
+
+
 # --- What travels ---------------------------------------------------------
 
 
