@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests.tolerances import tolerance
+from tfaccum import update
 
 CLOSE = {"rtol": 10 * tolerance("float32"), "atol": 10 * tolerance("float32")}
 
@@ -248,6 +249,32 @@ def test_compile_refuses_an_unsupported_strategy_by_name():
         model = dense()
         with pytest.raises(ValueError, match="CentralStorageStrategy"):
             model.compile("sgd", "mse")
+
+
+def test_compile_outside_the_scope_counts_updates_once():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = dense()
+    model.compile("sgd", "mse", gradient_accumulation_steps=2)
+    x, y = arrays()
+    model.fit(x, y, batch_size=8, verbose=0)  # 19 rows: 2 windows
+    assert model.optimizer.iterations.numpy() == 2
+
+
+def test_compile_refuses_an_optimizer_made_outside_the_scope():
+    with strategy_of(2).scope():
+        model = dense()
+    with pytest.raises(ValueError, match="made under no strategy. Make it"):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+
+
+def test_compile_refuses_multi_optimizer_by_name():
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    if multi is None:
+        pytest.skip("this version of Keras has no MultiOptimizer")
+    optimizer = multi.__new__(multi)
+    with pytest.raises(ValueError, match="optimizer=MultiOptimizer"):
+        update.check_optimizer(optimizer)
 
 
 def test_calls_before_compile_say_so():

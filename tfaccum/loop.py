@@ -180,9 +180,9 @@ class HostLoop:
 
         def function(iterator: Any, batches: int, steps: int) -> tuple:
             nonlocal prepared_for
-            if iterator is not prepared_for:
+            if iterator.element_spec != prepared_for:
                 window.prepare(iterator.element_spec)
-                prepared_for = iterator
+                prepared_for = iterator.element_spec
             logs, rows, counts, more = execute(
                 iterator, tf.constant(batches), tf.constant(steps)
             )

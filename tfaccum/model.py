@@ -14,7 +14,7 @@ from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
 from tfaccum.micro_step import Backward, hand_over
-from tfaccum.update import check_optimizer
+from tfaccum.update import check_home, check_optimizer
 
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
 ON_NONFINITE = ("skip", "raise", "apply")
@@ -133,7 +133,7 @@ class Model(HostLoop, keras.Model):
             ValueError: if another argument is not one of those named.
             ValueError: if `optimizer.gradient_accumulation_steps` is set.
             ValueError: if the model was made under a strategy that is not
-                supported.
+                supported, or the optimizer not under the model's.
             ValueError: if `jit_compile=True` on several CPU devices.
         """
         strategies.check_supported(self.distribute_strategy)
@@ -146,8 +146,10 @@ class Model(HostLoop, keras.Model):
         )
         _check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         _check_loss_scale(loss_scale)
-        super().compile(*args, **kwargs)
+        with self.distribute_strategy.scope():
+            super().compile(*args, **kwargs)
         check_optimizer(self.optimizer)
+        check_home(self.optimizer, self.distribute_strategy)
         if isinstance(loss_scale, GroupLossScale):  # In the model itself.
             self.optimizer = with_scale(self.optimizer, None)
         elif not isinstance(loss_scale, str):  # "auto" is as Keras made it.

@@ -19,12 +19,20 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
 
     Raises:
         TypeError: if `optimizer` is not a Keras optimizer.
+        ValueError: if it is a MultiOptimizer.
         ValueError: if `optimizer.gradient_accumulation_steps` is set.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"`{name}` must be a keras.optimizers.Optimizer. Received: "
             f"{name}={optimizer!r} of type {type(optimizer).__name__}."
+        )
+    kind = type(loss_scale.unwrapped(optimizer)).__name__
+    if kind == "MultiOptimizer":
+        raise ValueError(
+            f"`{name}` must be one optimizer. Received: {name}={kind}. Give "
+            "each optimizer a window of its own: `self.accumulate(..., "
+            "optimizer=..., variables=...)` in `train_step`."
         )
     steps = loss_scale.unwrapped(optimizer).gradient_accumulation_steps
     if steps:
@@ -34,6 +42,30 @@ def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
             "accumulation is wrong for ragged batches, short last windows and "
             "schedules. Write `model.compile(..., "
             f"gradient_accumulation_steps={steps})` instead."
+        )
+
+
+def check_home(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> None:
+    """Refuses an optimizer that was made outside the model's strategy.
+
+    Its counter would be one variable that every replica moves.
+
+    Raises:
+        ValueError: if there are several replicas, and the optimizer's
+            variables do not belong to `strategy`.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return
+    counter = loss_scale.unwrapped(optimizer).iterations.value
+    home = getattr(counter, "distribute_strategy", None)
+    if home is not strategy:
+        raise ValueError(
+            "`optimizer` must be made under the strategy of its model. "
+            f"Received: optimizer={optimizer.name} made under "
+            f"{type(home).__name__ if home else 'no strategy'}. Make it inside "
+            "`with strategy.scope():`."
         )
 
 
