@@ -77,7 +77,7 @@ def test_F2_clips_after_the_reduction(clip, accumulates, eager):
     assert seen.of_updates("gradient_norm") == [4, 1, 0.5]
 
 
-def two_scalars(replicas, **arguments):
+def two_scalars(replicas, optimizer, **arguments):
     """Loss u * x + v * z, so that the gradient has two parts."""
     with strategy_of(replicas).scope():
         inputs = keras.Input((2,))
@@ -88,7 +88,7 @@ def two_scalars(replicas, **arguments):
             for index, name in enumerate("uv")
         ]
         model = tfaccum.Model(inputs, keras.layers.add(parts))
-        model.compile(loss=product, **arguments)
+        model.compile(optimizer(), loss=product, **arguments)
     return model
 
 
@@ -105,7 +105,7 @@ def two_scalars(replicas, **arguments):
 def test_F2_the_three_kinds_of_clipping_differ(clip, expected, replicas):
     model = two_scalars(
         replicas,
-        optimizer=keras.optimizers.SGD(1.0, **clip),
+        optimizer=lambda: keras.optimizers.SGD(1.0, **clip),
         gradient_accumulation_steps=2,
     )
     # The mean of the rows is (3, 4), over replicas and micro-steps.
