@@ -413,12 +413,16 @@ def has_global_seed() -> bool:
 
 
 def per_replica(values: Sequence[Any]) -> Any:
-    """One value per replica of this worker, from existing tensors.
+    """A nest with one value per replica of this worker, from existing nests.
 
     The public way, `experimental_distribute_values_from_function`, does not
     work inside a `tf.function`.
     """
-    return distributed_values.PerReplica(tuple(values))
+    if len(values) == 1:
+        return values[0]
+    return tf.nest.map_structure(
+        lambda *parts: distributed_values.PerReplica(parts), *values
+    )
 
 
 def tell_workers(key: str) -> None:

@@ -202,11 +202,7 @@ class HostLoop:
 
         def predict_function(iterator: Any) -> tuple:
             rows, last, data = next_elements(iterator, strategy)
-            batch = data[0]
-            if len(data) > 1:
-                batch = tf.nest.map_structure(
-                    lambda *parts: keras_private.per_replica(parts), *data
-                )
+            batch = keras_private.per_replica(data)
             outputs = strategy.run(self.predict_step, args=(batch,))
             return rows[0], last[0], outputs
 

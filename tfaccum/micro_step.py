@@ -161,11 +161,7 @@ class MicroStep:
 
         Context: cross-replica.
         """
-        rows, data = elements[0]
-        if len(elements) > 1:
-            rows, data = tf.nest.map_structure(
-                lambda *parts: keras_private.per_replica(parts), *elements
-            )
+        rows, data = keras_private.per_replica(elements)
         return self._strategy.run(self._on_replica, args=(rows, data))
 
     def times(self, value: Any, weight: tf.Tensor) -> Any:
