@@ -44,7 +44,8 @@ class ReplicaSums:
     def add(self, tensors: Any) -> None:
         """Adds a nest of the same structure, cast to the sums' dtypes.
 
-        IndexedSlices stay sparse.
+        IndexedSlices stay sparse. A narrower sum is added to once per row,
+        however often the row occurs.
 
         Context: replica.
         """
@@ -53,11 +54,12 @@ class ReplicaSums:
             tf.nest.flatten(tensors, expand_composites=False),
             strict=True,
         ):
-            tensor = tf.cast(tensor, total.dtype)
             if isinstance(tensor, tf.IndexedSlices):
-                total.scatter_add(tensor)
+                if total.dtype.size < tensor.dtype.size:
+                    tensor = reduction.combined(tensor)
+                total.scatter_add(tf.cast(tensor, total.dtype))
             else:
-                total.assign_add(tensor)
+                total.assign_add(tf.cast(tensor, total.dtype))
 
     def values(self) -> Any:
         """This replica's sums, a nest of float32 or wider. Context: replica."""
@@ -104,6 +106,7 @@ class GradientAccumulator:
 
     Args:
         variables: the trainable variables, in the order of the gradients.
+        wire_dtype: as in `tfaccum.Model.compile`.
 
     Context: cross-replica, under the strategy's scope.
 
@@ -112,9 +115,16 @@ class GradientAccumulator:
 
     Raises:
         ValueError: if `variables` is empty.
+        ValueError: if `wire_dtype` is not one of those.
     """
 
-    def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
+    def __init__(
+        self,
+        variables: Sequence[keras.Variable | tf.Variable],
+        wire_dtype: str | None = None,
+    ):
+        reduction.check_wire_dtype(wire_dtype)
+        self._wire_dtype = wire_dtype
         self._variables = list(variables)
         if not self._variables:
             raise ValueError(
@@ -173,7 +183,10 @@ class GradientAccumulator:
 
         Context: replica. One group of all-reduces.
         """
-        totals, weight = reduction.all_reduce_sum(self._sums.values())
+        sums, weight = self._sums.values()
+        totals, weight = reduction.all_reduce_gradients(
+            sums, weight, self._wire_dtype
+        )
         return [reduction.divided(t, weight) for t in totals], weight
 
     def reset(self) -> None:

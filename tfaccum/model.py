@@ -14,6 +14,7 @@ from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
 from tfaccum.micro_step import Backward, hand_over
+from tfaccum.reduction import check_wire_dtype
 from tfaccum.update import check_home, check_optimizer
 
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
@@ -95,6 +96,7 @@ class Model(HostLoop, keras.Model):
         gradient_accumulation_steps: int = 1,
         micro_batch_size: int | None = None,
         accumulator_dtype: str | None = None,
+        wire_dtype: str | None = None,
         loss_scale: LossScale | GroupLossScale | float | str | None = "auto",
         on_nonfinite: str = "skip",
         max_consecutive_skips: int = 20,
@@ -114,6 +116,10 @@ class Model(HostLoop, keras.Model):
                 (half the memory, and sums that lose small gradients) or
                 "float64". None: float32, or a variable's own dtype where that
                 is wider.
+            wire_dtype: in which gradients travel between replicas and are
+                added up on their way: "bfloat16" or "float16", half the bytes
+                of float32. Everything else stays as it is: the sums of a
+                replica, weights, losses, metrics. None: not rounded.
             loss_scale: what the loss is multiplied by in the backward pass.
                 "auto": as Keras does, a dynamic scale under `mixed_float16`
                 and the optimizer's own otherwise. A `tfaccum.LossScale`, a
@@ -144,6 +150,7 @@ class Model(HostLoop, keras.Model):
         _check_choice(
             "accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES
         )
+        check_wire_dtype(wire_dtype)
         _check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         _check_loss_scale(loss_scale)
         with self.distribute_strategy.scope():
@@ -159,6 +166,7 @@ class Model(HostLoop, keras.Model):
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.micro_batch_size = micro_batch_size
         self.accumulator_dtype = accumulator_dtype
+        self.wire_dtype = wire_dtype
         self.on_nonfinite = on_nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self.loss_scale = loss_scale
@@ -175,6 +183,7 @@ class Model(HostLoop, keras.Model):
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "micro_batch_size": self.micro_batch_size,
                 "accumulator_dtype": self.accumulator_dtype,
+                "wire_dtype": self.wire_dtype,
                 "loss_scale": _scale_config(self.loss_scale),
                 "on_nonfinite": self.on_nonfinite,
                 "max_consecutive_skips": self.max_consecutive_skips,

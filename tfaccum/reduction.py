@@ -7,12 +7,29 @@ and over the replicas last, in one group of collectives. The division happens
 once, after both.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, Union
 
 import tensorflow as tf
 
 Gradient: TypeAlias = Union[tf.Tensor, tf.IndexedSlices]
+
+
+WIRE_DTYPES = (None, "bfloat16", "float16")
+
+
+def check_wire_dtype(wire_dtype: Any) -> None:
+    """Refuses a `wire_dtype` that is none.
+
+    Raises:
+        ValueError: if it is not one of `WIRE_DTYPES`.
+    """
+    if wire_dtype not in WIRE_DTYPES:
+        raise ValueError(
+            f"`wire_dtype` must be one of {', '.join(map(repr, WIRE_DTYPES))}. "
+            f"Received: wire_dtype={wire_dtype!r}."
+        )
 
 
 def accumulator_dtype(dtype: Any) -> tf.DType:
@@ -86,6 +103,61 @@ def all_reduce_sum(tensors: Any) -> Any:
     return tf.nest.pack_sequence_as(tensors, flat)
 
 
+def all_reduce_gradients(
+    gradients: Any, others: Any, wire_dtype: Any = None
+) -> tuple[Any, Any]:
+    """The sums over all replicas of gradients, and of what goes with them.
+
+    In float16 each gradient travels multiplied by a power of two that keeps
+    every partial sum in range, whatever the weights are. All replicas have
+    to know it, so that a small collective with each gradient's largest
+    elements goes ahead.
+
+    Args:
+        gradients: nest of dense float tensors.
+        others: nest of dense float tensors; they travel as they are.
+        wire_dtype: in which gradients travel and are added up on their way,
+            "bfloat16" or "float16"; None: their own.
+
+    Returns:
+        (gradients, others), in the dtypes in which they came.
+
+    Context: replica.
+    """
+    context = tf.distribute.get_replica_context()
+    if wire_dtype is None or context.num_replicas_in_sync == 1:
+        return all_reduce_sum((gradients, others))
+    flat = tf.nest.flatten(gradients)
+    scales = [tf.ones([], g.dtype) for g in flat]
+    if wire_dtype == "float16":
+        # The sum of the replicas' largest is never less than that of the sum.
+        peaks = all_reduce_sum([tf.reduce_max(tf.abs(g)) for g in flat])
+        scales = [_float16_scale(peak) for peak in peaks]
+    sent = [
+        tf.cast(g * scale, wire_dtype)
+        for g, scale in zip(flat, scales, strict=True)
+    ]
+    received, others = all_reduce_sum((sent, others))
+    flat = [
+        tf.cast(total, scale.dtype) / scale
+        for total, scale in zip(received, scales, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(gradients, flat), others
+
+
+def _float16_scale(peak: tf.Tensor) -> tf.Tensor:
+    """The power of two that brings `peak` to about 2^14; else 1.
+
+    Half of what float16 holds is left, for a logarithm that is not exact and
+    for rounding up on the way.
+    """
+    exponent = tf.math.floor(tf.math.log(peak) / math.log(2.0))
+    usable = tf.math.is_finite(peak) & (peak > 0)
+    # 2^127 is the largest that float32 holds.
+    wanted = tf.clip_by_value(13.0 - exponent, -126.0, 127.0)
+    return tf.where(usable, tf.pow(tf.cast(2.0, peak.dtype), wanted), 1.0)
+
+
 def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The L2 norm over all gradients, scalar float32 or wider."""
     squares = [
@@ -118,6 +190,13 @@ def each_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.stack(
         [tf.reduce_all(tf.math.is_finite(values(g))) for g in gradients]
     )
+
+
+def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with each index once, added up in its own dtype."""
+    indices, places = tf.unique(slices.indices)
+    rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
 
 def values(gradient: Gradient) -> tf.Tensor:

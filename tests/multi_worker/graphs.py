@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import numpy as np
 import tensorflow as tf
 
 COLLECTIVES = (
@@ -64,3 +65,27 @@ def operations(graph):
 def collectives(graph):
     """Types of all operations of a graph that communicate."""
     return [op for op, _ in operations(graph) if op in COLLECTIVES]
+
+
+def collective_sizes(graph):
+    """Elements of each all-reduce of a graph, listed by dtype."""
+    definition = graph.as_graph_def(add_shapes=True)
+    bodies = {f.signature.name: f for f in definition.library.function}
+    found = {}
+
+    def note(node, shape):
+        dtype = tf.as_dtype(node.attr["T"].type).name
+        sizes = [dim.size for dim in shape.dim]
+        found.setdefault(dtype, []).append(int(np.prod(sizes)))
+
+    def walk(nodes):
+        for node in nodes:
+            if node.op.startswith("CollectiveReduce"):
+                note(node, node.attr["_output_shapes"].list.shape[0])
+            for value in node.attr.values():
+                for function in [value.func, *value.list.func]:
+                    if function.name in bodies:
+                        walk(bodies[function.name].node_def)
+
+    walk(definition.node)
+    return found
