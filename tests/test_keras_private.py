@@ -596,12 +596,11 @@ def test_empty_optional():
     assert spec.is_compatible_with(empty) and spec.is_compatible_with(value)
 
 
-def test_has_global_seed():
-    assert keras_private.has_global_seed()  # The tests set one.
+def test_global_seed():
+    keras.utils.set_random_seed(7)
+    assert keras_private.global_seed() == 7
     keras.backend.clear_session(free_memory=False)
-    assert not keras_private.has_global_seed()
-    keras.utils.set_random_seed(0)
-    assert keras_private.has_global_seed()
+    assert keras_private.global_seed() is None
 
 
 # --- Distribution ---------------------------------------------------------

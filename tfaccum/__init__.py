@@ -9,6 +9,7 @@ from tfaccum import versions
 
 if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
+    from tfaccum.agreement import WorkerError
     from tfaccum.batching import BatchPlan
     from tfaccum.group_loss_scale import GroupLossScale
     from tfaccum.loss_scale import LossScale
@@ -25,6 +26,7 @@ __all__ = [
     "LossScale",
     "Model",
     "Update",
+    "WorkerError",
     "make_strategy",
 ]
 
@@ -35,6 +37,7 @@ _HOMES = {
     "LossScale": "loss_scale",
     "Model": "model",
     "Update": "window",
+    "WorkerError": "agreement",
     "make_strategy": "strategy",
 }
 
@@ -54,6 +57,7 @@ def _is_command() -> bool:
     return (
         Path(sys.argv[0]).name.startswith("tfaccum-")
         or "tfaccum.train" in sys.orig_argv
+        or "tfaccum.launch" in sys.orig_argv
     )
 
 

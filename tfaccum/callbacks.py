@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfaccum import strategy as strategies
+from tfaccum.fingerprints import Fingerprints
 from tfaccum.window import Update
 
 Clock = Callable[[], float]
@@ -222,6 +223,84 @@ class Throughput(UpdateCallback):
         if logs is not None:
             logs["examples/s"] = _Whole(_rate(*self._epoch))
             logs["updates"] = _Whole(self.num_updates)
+
+
+class CompareReplicas(UpdateCallback):
+    """Stops the run when two replicas do not hold the same weights.
+
+    Every `every_updates` updates, and when training begins, each replica
+    hashes each of its weights and optimizer variables (8 bytes a variable),
+    and the hashes are gathered in one small collective. All replicas start
+    equal and make the same updates, so that a difference means a broken
+    device, link or library.
+
+    Args:
+        every_updates: N >= 1. With several updates in a train call, the first
+            call that has made at least N.
+
+    Raises:
+        TypeError: if `every_updates` is not an int.
+        ValueError: if it is less than 1.
+        RuntimeError: in training, on every worker, if replicas differ; names
+            the first variable and the replicas.
+    """
+
+    def __init__(self, every_updates: int = 100):
+        super().__init__()
+        if isinstance(every_updates, bool) or not isinstance(
+            every_updates, int
+        ):
+            raise TypeError(
+                "`every_updates` must be an int. Received: every_updates="
+                f"{every_updates!r}."
+            )
+        if every_updates < 1:
+            raise ValueError(
+                "`every_updates` must be at least 1. Received: every_updates="
+                f"{every_updates}."
+            )
+        self._every_updates = every_updates
+        self._compared_at = 0
+        self._num_variables = 0
+        self._fingerprints: Any = None
+
+    def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
+        """Compares what training starts from."""
+        super().on_train_begin(logs)
+        self._compare()
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, float] | None = None
+    ) -> None:
+        """Compares when enough updates have been made."""
+        for _ in self.made_updates():
+            pass
+        if self.num_updates - self._compared_at >= self._every_updates:
+            self._compare()
+
+    def _compare(self) -> None:
+        model = self.model
+        variables = [*model.variables, *model.optimizer.variables]
+        # An optimizer makes its variables at its first update.
+        if len(variables) != self._num_variables:
+            self._num_variables = len(variables)
+            self._fingerprints = Fingerprints(
+                model.distribute_strategy, variables
+            )
+        self._compared_at = self.num_updates
+        found = self._fingerprints()
+        differs = (found != found[0]).any(axis=0)
+        if differs.any():
+            first = int(differs.argmax())
+            others = (found[:, first] != found[0, first]).nonzero()[0].tolist()
+            raise RuntimeError(
+                "All replicas must hold the same weights. Received: after "
+                f"update {self.num_updates}, {variables[first].path} of "
+                f"replica(s) {others} differs from that of replica 0 "
+                f"({int(differs.sum())} of {len(variables)} variables "
+                "differ). A device, a link or a library is broken, or a "
+                "callback has changed the weights of one replica only."
+            )
 
 
 class Curves(UpdateCallback):

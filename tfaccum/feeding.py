@@ -13,15 +13,22 @@ still takes part in the last update, with weight zero.
 """
 
 import types
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from tfaccum import keras_private
+from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 
 NO_MORE_DATA = -1
+
+# How much is looked at to tell whether data are the same.
+_CHECKED_BATCHES = 8
+_CHECKED_ROWS = 1000
 
 
 @runtime_checkable
@@ -106,6 +113,16 @@ def any_number_of_rows(batch: Any) -> tf.data.Dataset:
     dataset = tf.data.Dataset.from_tensors(batch)
     other = tf.nest.map_structure(lambda t: tf.zeros_like(t[:0]), batch)
     return dataset.concatenate(tf.data.Dataset.from_tensors(other).take(0))
+
+
+def without_optionals(data: Any) -> Any:
+    """Absent components of a batch as None. Source: Keras' trainer."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            None if isinstance(leaf, tf.experimental.Optional) else leaf
+        ),
+        data,
+    )
 
 
 def batch_spec(dataset: tf.data.Dataset) -> Any:
@@ -278,8 +295,9 @@ class Source:
             x if isinstance(x, EpochData) else None
         )
         self._adapter = None
+        self._content = _content(x, **arguments)
         worker, num_workers = strategies.worker_index(strategy)
-        self._is_share = True
+        self.is_share = True
         if self._by_epoch is not None:
             dataset = self._epoch_dataset(self._by_epoch, 0)
         elif callable(x) and not isinstance(x, tf.data.Dataset):
@@ -289,7 +307,7 @@ class Source:
                 )
             )
         else:
-            self._is_share = False
+            self.is_share = False
             # Only arrays and a PyDataset can be shuffled by Keras.
             shuffle = arguments.pop("shuffle", False) and not isinstance(
                 x, tf.data.Dataset | types.GeneratorType
@@ -299,6 +317,7 @@ class Source:
             )
             _check_shuffle(self._adapter, shuffle, num_workers)
             dataset = self._adapter.get_tf_dataset()
+        self._dataset = dataset
         self.spec = batch_spec(dataset)
         self._stream = self._new_stream(dataset)
         self._iterator: Any = None
@@ -309,6 +328,26 @@ class Source:
     def num_batches(self) -> int | None:
         """Dataset batches per epoch; None while that is not known."""
         return self._steps or self._available
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same on every worker, by name."""
+        return {
+            "elements": self.spec,
+            "number of batches": self.num_batches,
+            "content": self._content,
+        }
+
+    def first_batches(self) -> str | None:
+        """A checksum of the first batches with rows; None without any.
+
+        They are read once more for it.
+        """
+        checksum = None
+        for batch in self._dataset.take(_CHECKED_BATCHES):
+            if int(_num_rows(batch)):
+                checksum = _checksum(batch, checksum or 0)
+        return None if checksum is None else f"{checksum:08x}"
 
     def begin_epoch(self, epoch: int) -> Any:
         """An iterator over the micro-batches of one epoch.
@@ -347,7 +386,7 @@ class Source:
             dataset,
             self._strategy,
             micro_batch_size=self._micro_batch_size,
-            is_share=self._is_share,
+            is_share=self.is_share,
         )
 
     def _agreed_size(self, dataset: tf.data.Dataset) -> int | None:
@@ -355,10 +394,34 @@ class Source:
         if self._adapter is not None:
             return self._adapter.num_batches
         size = int(dataset.cardinality())
-        if strategies.worker_index(self._strategy)[1] > 1:
-            sizes = self._strategy.gather(tf.constant([size]), axis=0).numpy()
-            size = -1 if min(sizes) < 0 else int(max(sizes))
+        sizes = [int(n) for n in agreement.exchange(self._strategy, str(size))]
+        size = -1 if min(sizes) < 0 else max(sizes)
         return size if size >= 0 else None
+
+
+def _content(x: Any, **arguments: Any) -> str | None:
+    """Tells data apart that look alike, where that costs next to nothing."""
+    if isinstance(x, EpochData):
+        return x.checksum() if hasattr(x, "checksum") else None
+    arrays = (x, arguments.get("y"), arguments.get("sample_weight"))
+    leaves = keras.tree.flatten(arrays)
+    if all(leaf is None or hasattr(leaf, "__array__") for leaf in leaves):
+        return f"{_checksum(arrays, 0):08x}"
+    return None
+
+
+def _checksum(batch: Any, start: int) -> int:
+    """CRC-32 of shapes and of some rows of every tensor of a batch."""
+    for leaf in tf.nest.flatten(without_optionals(batch), True):
+        if leaf is not None:
+            array = np.asarray(leaf)
+            if array.dtype == object:  # Strings.
+                array = np.array(repr(array.ravel()[:_CHECKED_ROWS].tolist()))
+            start = zlib.crc32(f"{array.shape} {array.dtype}".encode(), start)
+            step = max(1, len(array) // _CHECKED_ROWS) if array.ndim else 1
+            rows = array[::step] if array.ndim else array
+            start = zlib.crc32(np.ascontiguousarray(rows).tobytes(), start)
+    return start
 
 
 def _check_shuffle(adapter: Any, shuffle: bool, num_workers: int) -> None:
@@ -367,7 +430,7 @@ def _check_shuffle(adapter: Any, shuffle: bool, num_workers: int) -> None:
     if (
         num_workers > 1
         and shuffles_here
-        and not keras_private.has_global_seed()
+        and keras_private.global_seed() is None
     ):
         raise ValueError(
             "`shuffle` must give the same order on every worker. Received: "

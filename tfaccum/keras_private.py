@@ -404,9 +404,9 @@ def empty_optional(spec: tf.OptionalSpec) -> tf.experimental.Optional:
     return tf.experimental.Optional.empty(spec._element_spec)
 
 
-def has_global_seed() -> bool:
-    """Whether `keras.utils.set_random_seed` was called in this process."""
-    return rng_utils.get_random_seed() is not None
+def global_seed() -> int | None:
+    """What `keras.utils.set_random_seed` was given; None if it was not."""
+    return rng_utils.get_random_seed()
 
 
 # --- Distribution ----------------------------------------------------------
@@ -425,25 +425,34 @@ def per_replica(values: Sequence[Any]) -> Any:
     )
 
 
-def tell_workers(key: str) -> None:
+def tell_workers(key: str, text: str = "yes") -> None:
     """Leaves a note for all workers of the cluster.
 
     The coordination service that MultiWorkerMirroredStrategy starts keeps
     such notes; only the context's private object reaches it.
     """
-    context.context().set_config_key_value(key, "yes")
+    context.context().set_config_key_value(key, text)
 
 
-def wait_for_note(key: str, timeout_seconds: int) -> None:
-    """Waits until some worker has left the note `key`.
+def wait_for_note(key: str, timeout_seconds: int) -> str:
+    """Waits until some worker has left the note `key`; returns its text.
 
     Raises:
         tf.errors.OpError: if it is not there in time, or the worker that
             keeps the notes has gone.
     """
-    context.context().get_config_key_value(
+    return context.context().get_config_key_value(
         key, timeout_in_ms=1000 * timeout_seconds
     )
+
+
+def report_failure(message: str) -> None:
+    """Makes every collective of the other workers fail with this message.
+
+    Without it they would find out after 10 s, and not learn why; only the
+    context's private object reaches the coordination service.
+    """
+    context.context().report_error_to_cluster(tf.errors.ABORTED, message)
 
 
 def separate_collective_keys() -> None:

@@ -6,14 +6,17 @@ have the same arguments, callbacks and results. A Keras "batch" stays a
 dataset batch: with K = 8 the progress bar moves by 8.
 """
 
+import functools
+import json
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfaccum import keras_private
+from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import (
@@ -23,7 +26,19 @@ from tfaccum.feeding import (
     next_elements,
 )
 from tfaccum.loss_scale import LossScale
+from tfaccum.update import described
 from tfaccum.window import Update, Window
+
+
+def _in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Ends the call on all workers when it fails on one."""
+
+    @functools.wraps(method)
+    def on_all_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with agreement.shared_fate(self.distribute_strategy):
+            return method(self, *args, **kwargs)
+
+    return on_all_workers
 
 
 class HostLoop:
@@ -37,6 +52,7 @@ class HostLoop:
     run_eagerly: bool
     steps_per_execution: int
     trainable_variables: list
+    variables: list
     predict_step: Any
     test_step: Any
     train_step: Any
@@ -47,6 +63,7 @@ class HostLoop:
     gradient_accumulation_steps = 1
     micro_batch_size: int | None = None
     accumulator_dtype: str | None = None
+    wire_dtype: str | None = None
     loss_scale: Any = "auto"
     on_nonfinite = "skip"
     max_consecutive_skips = 20
@@ -60,6 +77,10 @@ class HostLoop:
 
     # Bytes that gradient sums take on one replica; 0 without accumulation.
     accumulator_bytes = 0
+
+    @property
+    def _has_other_workers(self) -> bool:
+        return strategies.worker_index(self.distribute_strategy)[1] > 1
 
     @property
     def is_single_micro_step(self) -> bool:
@@ -85,21 +106,23 @@ class HostLoop:
     # --- Functions of an iterator ------------------------------------------
 
     def make_train_function(self, force: bool = False) -> None:
-        """Makes `train_function(iterator, batches) -> (logs, more)`."""
+        """Makes `train_function(...) -> (logs, more, stopped)`."""
         if self.train_function is not None and not force:
             return
         window = Window(self, self.train_step, accumulates=self._accumulates())
         execute = self._function_of(window)
 
-        def train_function(iterator: Any, batches: int) -> tuple[dict, bool]:
-            logs, rows, counts, more = execute(
-                iterator, batches, self.gradient_accumulation_steps
+        def train_function(
+            iterator: Any, batches: int, stops: bool = False
+        ) -> tuple[dict, bool, bool]:
+            logs, rows, counts, more, stopped = execute(
+                iterator, batches, self.gradient_accumulation_steps, stops
             )
             if self.counts_exponents:
                 self.last_exponents = Exponents(window.paths, counts)
             self.last_updates = tuple(window.read(row) for row in rows)
             self.accumulator_bytes = window.accumulator_bytes
-            return logs, more
+            return logs, more, stopped
 
         self.train_function = train_function
         self._train_window = window
@@ -111,7 +134,7 @@ class HostLoop:
             self.train_function = None
 
     def make_test_function(self, force: bool = False) -> None:
-        """Makes `test_function(...) -> (logs, examples, more)`."""
+        """Makes `test_function(...) -> (logs, examples, more, stopped)`."""
         if self.test_function is not None and not force:
             return
         window = Window(
@@ -122,10 +145,12 @@ class HostLoop:
         execute = self._function_of(window)
 
         def test_function(
-            iterator: Any, batches: int
-        ) -> tuple[dict, int, bool]:
-            logs, examples, _, more = execute(iterator, batches, 1)
-            return logs, int(examples.sum()), more
+            iterator: Any, batches: int, stops: bool = False
+        ) -> tuple[dict, int, bool, bool]:
+            logs, examples, _, more, stopped = execute(
+                iterator, batches, 1, stops
+            )
+            return logs, int(examples.sum()), more, stopped
 
         self.test_function = test_function
 
@@ -136,34 +161,43 @@ class HostLoop:
         """
 
         def execute(
-            iterator: Any, batches: tf.Tensor, steps: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+            iterator: Any,
+            batches: tf.Tensor,
+            steps: tf.Tensor,
+            stops: tf.Tensor,
+        ) -> tuple[tf.Tensor, ...]:
             if self.steps_per_execution == 1:
-                logs, row, counts, more = window.run(iterator, batches)
-                return logs, row[tf.newaxis], counts, more
+                logs, row, counts, more, stopped = window.run(
+                    iterator, batches, stops
+                )
+                return logs, row[tf.newaxis], counts, more, stopped
 
             def body(
-                done: tf.Tensor, _more: Any, _logs: Any, _: Any, rows: tf.Tensor
+                done: tf.Tensor, _m: Any, _s: Any, _l: Any, _c: Any, rows: Any
             ) -> tuple:
-                logs, row, counts, more = window.run(
-                    iterator, tf.minimum(steps, batches - done)
+                logs, row, counts, more, stopped = window.run(
+                    iterator, tf.minimum(steps, batches - done), stops
                 )
                 rows = tf.concat([rows, row[tf.newaxis]], 0)
-                return done + steps, more, logs, counts, rows
+                return done + steps, more, stopped, logs, counts, rows
 
             fields = window.num_fields
             start = (
                 tf.constant(0),
                 tf.constant(True),
+                tf.constant(False),
                 tf.zeros([0]),
                 tf.zeros([0, NUM_BINS]),
                 tf.zeros([0, fields], tf.float64),
             )
-            _, more, logs, counts, rows = tf.while_loop(
-                lambda done, more, *_: (done < batches) & more,
+            _, more, stopped, logs, counts, rows = tf.while_loop(
+                lambda done, more, stopped, *_: (
+                    (done < batches) & more & ~stopped
+                ),
                 body,
                 start,
                 shape_invariants=(
+                    tf.TensorShape([]),
                     tf.TensorShape([]),
                     tf.TensorShape([]),
                     tf.TensorShape([None]),
@@ -171,25 +205,36 @@ class HostLoop:
                     tf.TensorShape([None, fields]),
                 ),
             )
-            return logs, rows, counts, more
+            return logs, rows, counts, more, stopped
 
         if not self.run_eagerly:
             execute = tf.function(execute, autograph=False)
 
         prepared_for = None
 
-        def function(iterator: Any, batches: int, steps: int) -> tuple:
+        def function(
+            iterator: Any, batches: int, steps: int, stops: bool
+        ) -> tuple:
             nonlocal prepared_for
             if iterator.element_spec != prepared_for:
                 window.prepare(iterator.element_spec)
                 prepared_for = iterator.element_spec
-            logs, rows, counts, more = execute(
-                iterator, tf.constant(batches), tf.constant(steps)
+            logs, rows, counts, more, stopped = execute(
+                iterator,
+                tf.constant(batches),
+                tf.constant(steps),
+                tf.constant(stops),
             )
             named = dict(
                 zip(window.log_names, logs.numpy().tolist(), strict=True)
             )
-            return named, rows.numpy(), counts.numpy(), bool(more)
+            return (
+                named,
+                rows.numpy(),
+                counts.numpy(),
+                bool(more),
+                bool(stopped),
+            )
 
         return function
 
@@ -212,6 +257,7 @@ class HostLoop:
 
     # --- Training ----------------------------------------------------------
 
+    @_in_step
     def fit(
         self,
         x: Any = None,
@@ -281,8 +327,6 @@ class HostLoop:
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        self._build(source.spec)
-        self._say_if_windows_are_short(source)
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = _unpacked(validation_data)
@@ -293,6 +337,16 @@ class HostLoop:
                 batch_size=validation_batch_size or batch_size,
                 steps=validation_steps,
             )
+        self._check_same(
+            {"data": source, "validation data": validation},
+            epochs=epochs,
+            initial_epoch=initial_epoch,
+            validation_freq=validation_freq,
+            **self._training_facts(),
+        )
+        # Variables are made by all workers together.
+        self._build(source.spec)
+        self._say_if_windows_are_short(source)
         callbacks = self._callbacks(
             callbacks, verbose, source, epochs=epochs, add_history=True
         )
@@ -311,12 +365,49 @@ class HostLoop:
                 val_logs = self._evaluate(validation, callbacks)
                 logs.update({f"val_{k}": v for k, v in val_logs.items()})
             callbacks.on_epoch_end(epoch, logs)
+            self.stop_training = agreement.any_worker(
+                self.distribute_strategy, self.stop_training
+            )
             if self.stop_training:
                 break
         if epochs > first:
             self._finalize()
         callbacks.on_train_end(logs)
         return self.history
+
+    def _training_facts(self) -> dict[str, Any]:
+        """What makes two workers train differently, by name."""
+        names = (
+            "gradient_accumulation_steps",
+            "steps_per_execution",
+            "accumulator_dtype",
+            "wire_dtype",
+            "loss_scale",
+            "on_nonfinite",
+            "max_consecutive_skips",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "optimizer": described(self.optimizer),
+            "seed": keras_private.global_seed(),
+            **{f"shape of {v.path}": tuple(v.shape) for v in self.variables},
+        }
+
+    def _check_same(
+        self, sources: dict[str, Source | None], **facts: Any
+    ) -> None:
+        """Refuses to begin when a worker is about to do something else."""
+        if not self._has_other_workers:
+            return
+        given = {name: s for name, s in sources.items() if s is not None}
+        for name, source in given.items():
+            facts |= {f"{k} of the {name}": v for k, v in source.facts.items()}
+        agreement.check_same(self.distribute_strategy, facts)
+        for source in given.values():
+            if source.is_share:
+                agreement.check_shares(
+                    self.distribute_strategy, source.first_batches()
+                )
 
     def _say_if_windows_are_short(self, source: Source) -> None:
         steps, batches = self.gradient_accumulation_steps, source.num_batches
@@ -343,21 +434,27 @@ class HostLoop:
         batches_per_call = (
             self.steps_per_execution * self.gradient_accumulation_steps
         )
-        total, done, more = source.num_batches, 0, True
+        total, done, more, stops = source.num_batches, 0, True, False
         logs: dict[str, float] = {}
         while more and (total is None or done < total):
             batches = batches_per_call
             if total is not None:
                 batches = min(batches, total - done)
             callbacks.on_train_batch_begin(done)
-            results, more = self.train_function(iterator, batches)
+            results, more, stopped = self.train_function(
+                iterator, batches, stops
+            )
+            if stopped:
+                self.stop_training = True
+                break
             if not more and not any(u.examples for u in self.last_updates):
                 break
             self._check_updates()
             logs = results
             done += batches
             callbacks.on_train_batch_end(done - 1, logs)
-            if self.stop_training:
+            stops = self.stop_training
+            if stops and not self._has_other_workers:
                 break
         if not more and total is not None and done < total:
             warnings.warn(
@@ -419,18 +516,14 @@ class HostLoop:
     def _first_culprit(self, update: Update) -> tuple[int | None, str | None]:
         """The first bad replica of all workers, and its first bad variable."""
         found = update.nonfinite_replica, update.nonfinite_variable
-        strategy = self.distribute_strategy
-        if strategies.worker_index(strategy)[1] == 1:
-            return found
-        paths = self._train_window.paths
-        mine = (-1, -1)
-        if found[0] is not None and found[1] is not None:
-            mine = (found[0], paths.index(found[1]))
-        for replica, variable in _gather(strategy, tf.constant([mine])).numpy():
-            if replica >= 0:
-                return int(replica), paths[variable]
+        mine = json.dumps(found)
+        for told in agreement.exchange(self.distribute_strategy, mine):
+            replica, variable = json.loads(told)
+            if replica is not None:
+                return replica, variable
         return None, None
 
+    @_in_step
     def train_on_batch(
         self,
         x: Any,
@@ -458,12 +551,13 @@ class HostLoop:
         self._build(source.spec)
         self.make_train_function()
         self.reset_metrics()
-        logs, _ = self.train_function(source.begin_epoch(0), 1)
+        logs, _, _ = self.train_function(source.begin_epoch(0), 1)
         self._check_updates()
         return self._batch_result(logs, return_dict)
 
     # --- Evaluation --------------------------------------------------------
 
+    @_in_step
     def evaluate(
         self,
         x: Any = None,
@@ -484,6 +578,7 @@ class HostLoop:
             batch_size=batch_size,
             steps=steps,
         )
+        self._check_same({"data": source})
         callbacks = self._callbacks(callbacks, verbose, source)
         logs = self._evaluate(source, callbacks)
         return self._batch_result(logs, return_dict)
@@ -495,25 +590,29 @@ class HostLoop:
         callbacks.on_test_begin()
         self.reset_metrics()
         iterator = source.begin_epoch(0)
-        total, done, more = source.num_batches, 0, True
+        total, done, more, stops = source.num_batches, 0, True, False
         logs: dict[str, float] = {}
         while more and (total is None or done < total):
             batches = self.steps_per_execution
             if total is not None:
                 batches = min(batches, total - done)
             callbacks.on_test_batch_begin(done)
-            results, examples, more = self.test_function(iterator, batches)
-            if not examples and not more:
+            results, examples, more, stopped = self.test_function(
+                iterator, batches, stops
+            )
+            if stopped or (not examples and not more):
                 break
             logs = results
             done += batches
             callbacks.on_test_batch_end(done - 1, logs)
-            if self.stop_evaluating:
+            stops = self.stop_evaluating
+            if stops and not self._has_other_workers:
                 break
         source.end_epoch(done, exhausted=not more)
         callbacks.on_test_end(logs)
         return dict(logs)
 
+    @_in_step
     def test_on_batch(
         self,
         x: Any,
@@ -527,11 +626,12 @@ class HostLoop:
         self._build(source.spec)
         self.make_test_function()
         self.reset_metrics()
-        logs, _, _ = self.test_function(source.begin_epoch(0), 1)
+        logs, *_ = self.test_function(source.begin_epoch(0), 1)
         return self._batch_result(logs, return_dict)
 
     # --- Prediction --------------------------------------------------------
 
+    @_in_step
     def predict(
         self,
         x: Any,
@@ -542,6 +642,7 @@ class HostLoop:
     ) -> Any:
         """Outputs for all rows, in order, on every worker; as in Keras."""
         source = self._source(x, batch_size=batch_size, steps=steps)
+        self._check_same({"data": source})
         callbacks = self._callbacks(callbacks, verbose, source)
         self.make_predict_function()
         self.stop_predicting = False
@@ -566,6 +667,7 @@ class HostLoop:
             )
         return self._all_rows(outputs)
 
+    @_in_step
     def predict_on_batch(self, x: Any) -> Any:
         """Outputs for one batch; as in Keras."""
         self.make_predict_function()
@@ -594,9 +696,12 @@ class HostLoop:
     def _all_rows(self, batches: list[Any]) -> Any:
         """Outputs of all batches over all workers, as numpy, in order."""
         strategy = self.distribute_strategy
+        if self._has_other_workers:  # A callback may have stopped one early.
+            counts = agreement.exchange(strategy, str(len(batches)))
+            batches = batches[: min(map(int, counts))]
         flat = [keras.tree.flatten(batch) for batch in batches]
         columns = [list(column) for column in zip(*flat, strict=True)]
-        if strategies.worker_index(strategy)[1] > 1:
+        if self._has_other_workers:
             columns = [_gathered(strategy, column) for column in columns]
         return keras.tree.pack_sequence_as(
             batches[0],
@@ -683,28 +788,14 @@ def _concat(parts: Any) -> Any:
     return tf.concat(parts, axis=0)
 
 
-def _gather(strategy: tf.distribute.Strategy, mine: tf.Tensor) -> tf.Tensor:
-    """All workers' rows, in the order of the workers."""
-    replicas = strategies.num_local_replicas(strategy)
-
-    def of_replica(context: Any) -> tf.Tensor:
-        is_first = context.replica_id_in_sync_group % replicas == 0
-        return mine if is_first else mine[:0]
-
-    return strategy.gather(
-        strategy.experimental_distribute_values_from_function(of_replica),
-        axis=0,
-    )
-
-
 def _gathered(
     strategy: tf.distribute.Strategy, batches: list[tf.Tensor]
 ) -> list[tf.Tensor]:
     """All workers' rows of each batch, in the order of the workers."""
     _, workers = strategies.worker_index(strategy)
     sizes = tf.constant([[len(batch) for batch in batches]])
-    sizes = _gather(strategy, sizes).numpy()
-    rows = _gather(strategy, tf.concat(batches, 0))
+    sizes = agreement.gather(strategy, sizes).numpy()
+    rows = agreement.gather(strategy, tf.concat(batches, 0))
     pieces = tf.split(rows, sizes.ravel())
     per_worker = [
         pieces[worker * len(batches) : (worker + 1) * len(batches)]

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfaccum import exponents, keras_private, reduction
+from tfaccum import exponents, feeding, keras_private, reduction
 from tfaccum import strategy as strategies
 from tfaccum.reduction import Gradient
 
@@ -198,7 +198,7 @@ class MicroStep:
             _receiving() as received,
             _root_of_names(),
         ):
-            logs = self._step(_without_optionals(data))
+            logs = self._step(feeding.without_optionals(data))
         if not received and self._trains:
             raise RuntimeError(
                 "`train_step` must hand its gradients to the window. "
@@ -267,16 +267,6 @@ def _root_of_names() -> contextlib.AbstractContextManager:
     if tf.get_current_name_scope():
         return tf.name_scope("/")
     return contextlib.nullcontext()
-
-
-def _without_optionals(data: Any) -> Any:
-    """Absent components of a batch as None. Source: Keras' trainer."""
-    return keras.tree.map_structure(
-        lambda leaf: (
-            None if isinstance(leaf, tf.experimental.Optional) else leaf
-        ),
-        data,
-    )
 
 
 def _normalised(gradient: Gradient, variable: keras.Variable) -> Gradient:

@@ -69,6 +69,23 @@ def check_home(
         )
 
 
+def described(optimizer: keras.optimizers.Optimizer) -> str:
+    """Kind and settings of an optimizer, equal where they are, as text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(part) for name, part in value.items()}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return type(value).__name__
+
+    try:
+        config = optimizer.get_config()
+    except NotImplementedError:  # A schedule of the user's own, for instance.
+        config = {}
+    return f"{type(optimizer).__name__} {plain(config)}"
+
+
 def build_optimizer(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],

@@ -85,6 +85,16 @@ class Window:
         self._layer_variables = (
             keras_private.layer_state(model) if self._trains else []
         )
+        _, workers = strategies.worker_index(self._strategy)
+        # What micro-steps change beside the sums and moving statistics.
+        self._recalled = (
+            [
+                *model.metrics_variables,
+                *(v for v in model.non_trainable_variables if not _is_float(v)),
+            ]
+            if workers > 1
+            else []
+        )
         self.log_names: list[str] = []  # Known once `run` was traced.
 
     @property
@@ -120,29 +130,33 @@ class Window:
     # --- The algorithm -----------------------------------------------------
 
     def run(
-        self, iterator: Any, batches: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """One update from the next `batches` dataset batches.
 
         Args:
             iterator: over `feeding.micro_batch_stream`.
             batches: int32 scalar, K; fewer where the data end.
+            stops: bool scalar: whether this worker wants no more updates. If
+                any does, the window leaves no trace on any.
 
         Returns:
-            (logs, row, exponents, more): float32 [len(log_names)], float64
-            [num_fields] (an `Update`; in evaluation the number of examples),
-            float32 [variables, NUM_BINS] (no variables unless they are asked
-            for), and whether any worker has data left (bool scalar).
+            (logs, row, exponents, more, stopped): float32 [len(log_names)],
+            float64 [num_fields] (an `Update`; in evaluation the number of
+            examples), float32 [variables, NUM_BINS] (no variables unless they
+            are asked for), whether any worker has data left, and whether any
+            has stopped (bool scalars).
 
         Context: cross-replica.
         """
         run = self._strategy.run
-        state = run(self._layer_state)
+        state, before = run(self._layer_state), run(self._recallable)
         if self._accumulates:
-            more, found = self._accumulate(iterator, batches)
+            more, found = self._accumulate(iterator, batches, stops)
         else:
             _, more, found = self._next(iterator)
-        reduced = run(self._reduce, args=(more, found))
+        reduced = run(self._reduce, args=(more, stops, found))
+        stopped = self._local(reduced["stopped"])
         finite = tf.reduce_all([r["finite"] for r in self._results(reduced)])
         row = [*self._row(reduced), *self._culprit(finite, found)]
         if self._accumulates:
@@ -153,9 +167,10 @@ class Window:
             self._results(reduced),
             strict=True,
         ):
-            self._update(trained, gradients, result)
-        keeps = finite | (self._model.on_nonfinite == "apply")
+            self._update(trained, gradients, result, stopped)
+        keeps = (finite | (self._model.on_nonfinite == "apply")) & ~stopped
         run(self._settle_layer_state, args=(keeps, state, reduced["state"]))
+        run(self._recall_if, args=(stopped, before))
         return (
             self._local(reduced["logs"]),
             self._counted(row),
@@ -164,10 +179,11 @@ class Window:
                 [-1, NUM_BINS],
             ),
             self._local(reduced["more"]),
+            stopped,
         )
 
     def _accumulate(
-        self, iterator: Any, batches: tf.Tensor
+        self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
     ) -> tuple[tf.Tensor, Any]:
         """Adds up micro-steps until `batches` have ended."""
 
@@ -177,7 +193,7 @@ class Window:
             return done + tf.cast(last, tf.int32), more
 
         _, more = tf.while_loop(
-            lambda done, more: (done < batches) & more,
+            lambda done, more: (done < batches) & more & ~stops,
             body,
             (tf.constant(0), tf.constant(True)),
         )
@@ -191,27 +207,40 @@ class Window:
 
     # --- In replica context ------------------------------------------------
 
-    def _reduce(self, more: tf.Tensor, totals: Any) -> dict[str, Any]:
+    def _reduce(
+        self, more: tf.Tensor, stops: tf.Tensor, totals: Any
+    ) -> dict[str, Any]:
         """Sums over the replicas, then means, the verdict and the logs."""
         metrics = [v.value for v in self._model.metrics_variables]
         had_rows = totals["examples"] > 0
         state = self._layer_state()
         if self._replicas > 1:
             dense = tf.nest.map_structure(tf.convert_to_tensor, totals)
-            totals, metrics, state, taught, more = reduction.all_reduce_sum(
-                (
-                    dense,
-                    [_own_part(v) for v in self._model.metrics_variables],
-                    [reduction.weighted(s, _as_float(had_rows)) for s in state],
-                    _as_float(had_rows),
-                    _as_float(more),
+            gradients = [sums.pop("gradients") for sums in dense["sums"]]
+            gradients, (totals, metrics, state, taught, more, stops) = (
+                reduction.all_reduce_gradients(
+                    gradients,
+                    (
+                        dense,
+                        [_own_part(v) for v in self._model.metrics_variables],
+                        [
+                            reduction.weighted(s, _as_float(had_rows))
+                            for s in state
+                        ],
+                        _as_float(had_rows),
+                        _as_float(more),
+                        _as_float(stops),
+                    ),
+                    self._model.wire_dtype,
                 )
             )
+            for sums, reduced in zip(totals["sums"], gradients, strict=True):
+                sums["gradients"] = reduced
             state = [
                 tf.where(taught > 0, reduction.divided(total, taught), own)
                 for total, own in zip(state, self._layer_state(), strict=True)
             ]
-            more = more > 0
+            more, stops = more > 0, stops > 0
         results = [
             self._mean(trained, sums)
             for trained, sums in zip(self.trained, totals["sums"], strict=True)
@@ -223,6 +252,7 @@ class Window:
             "exponents": totals["exponents"],
             "state": state,
             "more": more,
+            "stopped": stops,
             "logs": self._logs(totals, results, metrics),
         }
 
@@ -328,6 +358,15 @@ class Window:
         ):
             variable.assign(tf.where(keeps, tf.cast(new, old.dtype), old))
 
+    def _recallable(self) -> list[tf.Tensor]:
+        """This replica's metrics, seeds and counters."""
+        return [tf.identity(v.value) for v in self._recalled]
+
+    def _recall_if(self, stopped: tf.Tensor, before: list) -> None:
+        """Metrics, seeds and counters as before the window, if stopped."""
+        for variable, old in zip(self._recalled, before, strict=True):
+            variable.assign(tf.where(stopped, old, variable.value))
+
     # --- In cross-replica context ------------------------------------------
 
     def _local(self, value: Any) -> Any:
@@ -364,26 +403,28 @@ class Window:
         return specs
 
     def _update(
-        self, trained: Trained, gradients: Any, result: dict[str, Any]
+        self,
+        trained: Trained,
+        gradients: Any,
+        result: dict[str, Any],
+        stopped: tf.Tensor,
     ) -> None:
         """Applies a good gradient; moves the loss scale once either way."""
         if not trained.variables:
             return
+        counts = (result["weight"] > 0) & ~stopped
         update_if(
             self._strategy,
             trained.optimizer,
             gradients,
             trained.variables,
             finite=result["finite"],
-            has_weight=result["weight"] > 0,
+            has_weight=counts,
             applies_nonfinite=self._model.on_nonfinite == "apply",
             floor=self._model.loss_scale_floor,
         )
         if groups := self._group_scale(trained):
-            only_if(
-                result["weight"] > 0,
-                lambda: groups.move(result["finite_groups"]),
-            )
+            only_if(counts, lambda: groups.move(result["finite_groups"]))
 
     def _group_scale(self, trained: Trained) -> GroupLossScale | None:
         """The scales by group of layers, where the optimizer has them."""
@@ -478,6 +519,10 @@ def _own_part(variable: keras.Variable) -> tf.Tensor:
         first = tf.equal(context.replica_id_in_sync_group, 0)
         return tf.where(first, value, tf.zeros_like(value))
     return value
+
+
+def _is_float(variable: keras.Variable) -> bool:
+    return tf.as_dtype(variable.dtype).is_floating
 
 
 def _as_float(flag: tf.Tensor) -> tf.Tensor:
