@@ -3,100 +3,25 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import tfaccum
 from tests import toy
-
-INF = float("inf")
-NAN = float("nan")
-START = 2.0**15
-
-# x of a good window times 2**15 has to stay below 65504 in float16.
-GOOD = [0.25, 0.5]
+from tests.precision import (
+    GOOD,
+    INF,
+    NAN,
+    START,
+    OneMoreEachTime,
+    OwnStep,
+    bad_windows,
+    by_hand,
+    momentum_and_average,
+    train,
+)
 
 
 @pytest.fixture
 def float16():
     keras.config.set_dtype_policy("mixed_float16")
-
-
-def momentum_and_average(rate=1.0):
-    return keras.optimizers.SGD(
-        rate, momentum=0.5, use_ema=True, ema_momentum=0.5
-    )
-
-
-def state(model):
-    """Weights and all optimizer variables but the loss scale's two."""
-    scale = model.optimizer
-    if isinstance(scale, keras.optimizers.LossScaleOptimizer):
-        excluded = [scale.dynamic_scale.path, scale.step_counter.path]
-    else:
-        excluded = []
-    return {
-        (i, v.path): toy.value_of(model, v)
-        for i, v in enumerate(model.variables + model.optimizer.variables)
-        if v.path not in excluded
-    }
-
-
-def changed(before, after):
-    """Names of what is not the same to the bit."""
-    assert before.keys() == after.keys()
-    return [
-        name
-        for name in before
-        if before[name].tobytes() != after[name].tobytes()
-    ]
-
-
-class States(keras.callbacks.Callback):
-    """State, loss scale and counter before training and after each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.states, self.scales, self.counters = [], [], []
-        self.updates = []
-
-    def note(self):
-        self.states.append(state(self.model))
-        optimizer = self.model.optimizer
-        for name, values in (
-            ("dynamic_scale", self.scales),
-            ("step_counter", self.counters),
-        ):
-            if hasattr(optimizer, name):
-                variable = getattr(optimizer, name)
-                values.append(toy.value_of(self.model, variable).item())
-
-    def on_train_begin(self, logs=None):
-        self.note()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.updates += self.model.last_updates
-        self.note()
-
-    def changes(self):
-        """What each call has changed."""
-        return [
-            changed(before, after)
-            for before, after in zip(
-                self.states[:-1], self.states[1:], strict=True
-            )
-        ]
-
-
-def train(model, windows, **arguments):
-    """Trains on lists of windows of batches, one batch after the other."""
-    seen = States()
-    model.fit(
-        toy.batches(*[batch for window in windows for batch in window]),
-        callbacks=[seen],
-        verbose=0,
-        **arguments,
-    )
-    return seen
 
 
 # --- E1: an optimizer with a loss scale, however it got it ----------------
@@ -139,20 +64,6 @@ def test_E1_a_fixed_loss_scale_factor_is_taken_out_again():
 # --- E3, E10, E12: one bad gradient anywhere drops the whole update -------
 
 
-def bad_windows(steps, replicas, bad):
-    """Good windows, and between them one bad value in each micro-step.
-
-    In a batch of two rows the second is that of the last replica.
-    """
-    good = [[GOOD] * steps]
-    windows = good[:]
-    for place in sorted({0, steps // 2, steps - 1}):
-        window = [list(GOOD) for _ in range(steps)]
-        window[place][-1] = bad
-        windows += [window, *good]
-    return windows
-
-
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_E3_E10_E12_inf_on_the_last_replica_skips_the_update(
@@ -163,34 +74,19 @@ def test_E3_E10_E12_inf_on_the_last_replica_skips_the_update(
         optimizer=momentum_and_average,
         gradient_accumulation_steps=steps,
     )
-    windows = bad_windows(steps, replicas, INF)
+    windows = bad_windows(steps, INF)
     seen = train(model, windows)
     skipped = [index % 2 == 1 for index in range(len(windows))]
     assert [u.skipped for u in seen.updates] == skipped
-    velocity = weight = scale = good = 0
-    expected = {"scales": [START], "counters": [0], "weights": []}
-    for index, is_skipped in enumerate(skipped):
-        if not is_skipped:
-            velocity = 0.5 * velocity - 0.375
-            weight += velocity
-        good = 0 if is_skipped else good + 1
-        scale = expected["scales"][-1] * (0.5 if is_skipped else 1)
-        expected["scales"].append(scale)
-        expected["counters"].append(good)
-        expected["weights"].append(weight)
-        # All of w, momentum, average and iterations, or not one bit.
-        moved = seen.changes()[index]
-        assert len(moved) == (0 if is_skipped else 4), moved
+    # All of w, momentum, average and iterations, or not one bit.
+    assert [len(moved) for moved in seen.changes()] == [
+        0 if is_skipped else 4 for is_skipped in skipped
+    ]
+    expected = by_hand(skipped)
     assert seen.scales == expected["scales"]
     assert seen.counters == expected["counters"]
-    weights = [
-        next(value for (_, path), value in s.items() if path == "w/kernel")
-        for s in seen.states[1:]
-    ]
     # So the sums were empty when each good window began.
-    np.testing.assert_allclose(
-        np.ravel(weights), expected["weights"], rtol=1e-6
-    )
+    np.testing.assert_allclose(seen.weights(), expected["weights"], rtol=1e-6)
     assert [u.update for u in seen.updates] == np.cumsum(
         np.logical_not(skipped)
     ).tolist()
@@ -270,17 +166,6 @@ def test_E3_overflow_of_the_scaled_gradient_alone(float16):
 # --- E6: a step of one's own ----------------------------------------------
 
 
-class OwnStep(tfaccum.Model):
-    """Uses nothing of the library but `accumulate`."""
-
-    def train_step(self, data):
-        x, _ = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self(x, training=True))
-        self.accumulate(tape, loss, weight=tf.shape(x)[0])
-        return {"loss": loss}
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_E6_float16_equals_float32_through_an_own_step(replicas):
     found = {}
@@ -304,16 +189,6 @@ def test_E6_float16_equals_float32_through_an_own_step(replicas):
 
 
 # --- E8, E9, E13 ----------------------------------------------------------
-
-
-class OneMoreEachTime(keras.optimizers.schedules.LearningRateSchedule):
-    """lr(t) = t + 1."""
-
-    def __call__(self, step):
-        return tf.cast(step, tf.float32) + 1
-
-    def get_config(self):
-        return {}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
