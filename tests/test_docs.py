@@ -3,7 +3,8 @@
 Every block of Python in README.md, BUILD.md and docs/ runs, in order, in one
 process and one namespace per file, in an empty folder. A block below the
 comment `<!-- no-run: reason -->` is only compiled. In blocks of shell, each
-command of this project has to exist, with each of its flags.
+command of this project has to exist, with each of its flags; a command behind
+`--` too.
 """
 
 import configparser
@@ -158,6 +159,10 @@ def _split(line):
 
 def command_faults(words):
     """Says what does not exist of a command that is this project's own."""
+    if "--" in words[1:]:
+        place = words.index("--")
+        inner = words[place + 1 :]
+        return command_faults(words[:place]) + (inner and command_faults(inner))
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
         return [
@@ -203,15 +208,16 @@ def flag_faults(module, arguments):
 
 
 def module_file(module):
-    """Returns the file of a module of the library."""
-    return ROOT / f"{module.replace('.', '/')}.py"
+    """Returns the file of a module; of a package, that of its command."""
+    path = ROOT / module.replace(".", "/")
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @functools.cache
 def flags(module):
-    """Returns the names of the flags of a module, read from --helpfull."""
+    """Returns the names of the flags of a module, read from its help."""
     done = subprocess.run(
-        [sys.executable, "-m", module, "--helpfull"],
+        [sys.executable, "-m", module, "--helpshort"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -220,14 +226,14 @@ def flags(module):
         check=False,
     )
     found = flags_in_help(done.stdout)
-    assert found, f"{module} --helpfull shows no flag:\n{done.stderr}"
-    return found
+    assert found, f"{module} --helpshort shows no flag:\n{done.stderr}"
+    return found | {"help", "helpshort"}
 
 
 def flags_in_help(text):
-    """Reads the names of the flags out of absl's help."""
+    """Reads the names of the flags out of a command's help."""
     found = set()
-    pattern = r"^ +(?:-\w,)?--(\[no\])?(\w+):"
+    pattern = r"^ {2}--(\[no\])?(\w+)(?=[=\s])"
     for negated, name in re.findall(pattern, text, re.MULTILINE):
         found |= {name, f"no{name}"} if negated else {name}
     return found
@@ -364,6 +370,18 @@ def test_a_block_that_fails_fails_with_its_line(tmp_path, text, error):
         ("tfaccum-tarin --epochs=1", "there is no command tfaccum-tarin"),
         ("python -m tfaccum.nowhere", "there is no module tfaccum.nowhere"),
         (
+            "tfaccum-train --epochs=1 --epoch=1",
+            "tfaccum.train has no flag --epoch",
+        ),
+        (
+            "tfaccum-launch --worker=2 -- tfaccum-train --epochs=1",
+            "tfaccum.launch has no flag --worker",
+        ),
+        (
+            "tfaccum-launch --workers=2 -- tfaccum-train --epoch=1",
+            "tfaccum.train has no flag --epoch",
+        ),
+        (
             "python experiments/nowhere.py",
             "there is no file experiments/nowhere.py",
         ),
@@ -388,13 +406,19 @@ def test_a_command_that_exists_is_no_fault(line):
     assert command_faults(line.split()) == []
 
 
-def test_flags_are_read_from_the_help_of_absl():
+def test_flags_are_read_from_the_help():
     text = (
-        "  --[no]jit: Compile.\n    (default: 'false')\n"
-        "  -v,--verbosity: How much. See --epochs: it is\n"
-        "    --global_batch: Examples behind one update.\n"
+        "usage: tfaccum-x [flags]\n  --[no]jit                 compile\n"
+        "  --verbosity=N             how much, see\n"
+        "                            --epochs: it is\n"
+        "  --precision=float32|mixed\n"
     )
-    assert flags_in_help(text) == {"jit", "nojit", "verbosity", "global_batch"}
+    assert flags_in_help(text) == {"jit", "nojit", "verbosity", "precision"}
+
+
+def test_the_flags_of_both_commands_are_found():
+    assert {"epochs", "nojit", "worker_hosts"} <= flags("tfaccum.train")
+    assert {"workers", "grace"} <= flags("tfaccum.launch")
 
 
 def test_a_flag_that_does_not_exist_is_found(monkeypatch):

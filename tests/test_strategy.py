@@ -4,7 +4,10 @@ import pytest
 import tensorflow as tf
 
 import tfaccum
+from tests import workers
 from tfaccum import strategy as strategies
+from tfaccum.cluster import Cluster
+from tfaccum.rendezvous import StartError
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,92 @@ def test_devices_beside_a_cluster_are_refused(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         tfaccum.make_strategy(["CPU:0"])
+
+
+@pytest.mark.parametrize(
+    ("communication", "message"),
+    [
+        ("mpi", "must be one of auto, ring, nccl. Received: communication='m"),
+        ("nccl", "without a GPU. Received: communication='nccl'"),
+    ],
+)
+def test_communication_that_cannot_work_is_refused(communication, message):
+    cluster = Cluster(("127.0.0.1:1", "127.0.0.1:2"), 0, "a test")
+    with pytest.raises(ValueError) as error:
+        tfaccum.make_strategy(cluster=cluster, communication=communication)
+    assert message in str(error.value)
+
+
+def test_M2_an_absent_worker_ends_the_start():
+    cluster = Cluster(tuple(workers.free_addresses(2)), 0, "a test")
+    with pytest.raises(StartError) as error:
+        tfaccum.make_strategy(cluster=cluster, start_timeout=1)
+    assert f"nothing from worker 1 ({cluster.addresses[1]})" in str(error.value)
+
+
+def test_a_cluster_may_be_left_alone(monkeypatch):
+    config = Cluster(("127.0.0.1:1", "127.0.0.1:2"), 0, "a test").tf_config()
+    monkeypatch.setenv("TF_CONFIG", config)
+    strategy = tfaccum.make_strategy(cluster="none")
+    assert type(strategy) is tf.distribute.OneDeviceStrategy
+
+
+WORKER = """
+import json, os
+import tensorflow as tf
+import tfaccum
+from tfaccum import strategy as strategies
+
+def started():
+    strategy = tfaccum.make_strategy(
+        communication="ring", bytes_per_pack=1000, fingerprint={"a": "b"}
+    )
+
+    @tf.function
+    def total():
+        def replica():
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce("SUM", tf.ones([2]))
+
+        return strategy.run(replica)
+
+    found = strategy.experimental_local_results(total())
+    return [float(value[0]) for value in found], strategies.worker_index(
+        strategy
+    )
+
+# Twice, as a notebook may.
+with open(os.environ["TFACCUM_RESULT"], "w") as file:
+    json.dump([started(), started()], file)
+"""
+
+
+def test_workers_meet_and_start_and_start_again(tmp_path, run_workers):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    for index, worker in enumerate(run_workers(script, 2, timeout=120)):
+        assert worker.result == [[[2.0], [index, 2]]] * 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_after_the_meeting_ends_the_start(
+    tmp_path, run_workers
+):
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import json, os, sys, tensorflow as tf, tfaccum\n"
+        "from tfaccum import rendezvous\n"
+        "meet = rendezvous.meet\n"
+        "def leave(cluster, *args):\n"
+        "    meet(cluster, *args)\n"
+        "    if cluster.index == 1: sys.exit(3)\n"
+        "rendezvous.meet = leave\n"
+        "tfaccum.make_strategy(start_timeout=20)\n"
+    )
+    first, second = run_workers(script, 2, timeout=100, check=False)
+    assert (first.returncode, second.returncode) == (1, 3)
+    assert "Timeout (0:00:20)!" in first.stderr
+    assert "in make_strategy" in first.stderr
 
 
 def test_M6_parameter_server_is_refused_by_name():

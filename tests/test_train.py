@@ -120,7 +120,23 @@ def parse(*flags):
             [DIGITS, "--devices=a,b", "--virtual_devices=2"],
             "must not be given together",
         ),
-        ([DIGITS, "--strategy=multi_worker"], "needs TF_CONFIG"),
+        ([DIGITS, "--strategy=multi_worker"], "needs a cluster"),
+        ([DIGITS, "--task_index=0"], "--worker_hosts and --task_index must"),
+        (
+            [DIGITS, "--worker_hosts=a:1,b:0", "--task_index=0"],
+            "from 1 to 65535. Received: 'b:0'",
+        ),
+        (
+            [DIGITS, "--worker_hosts=a:1,b:1", "--task_index=2"],
+            "must be from 0 to 1",
+        ),
+        (
+            [DIGITS, "--worker_hosts=a:1,b:1", "--task_index=0", "--devices=a"],
+            "--devices must not be given when --worker_hosts names a cluster",
+        ),
+        ([DIGITS, "--cluster=slurm"], "Put srun before the command"),
+        ([DIGITS, "--cluster=tf_config"], "Received: no TF_CONFIG"),
+        ([DIGITS, "--communication=mpi"], "--communication=mpi: value should"),
         (
             [DIGITS, "--strategy=mirrored", "--virtual_devices=1"],
             "needs two or more devices. Received: 1 device in --virtual_dev",
@@ -171,7 +187,8 @@ def test_a_mistake_in_the_experiment_is_found_early(
         ("{", "TF_CONFIG must be JSON"),
         ("[]", "TF_CONFIG must be JSON"),
         (
-            '{"cluster": {"worker": ["a:1", "b:1"]}}',
+            '{"cluster": {"worker": ["a:1", "b:1"]}, '
+            '"task": {"type": "worker", "index": 0}}',
             "--virtual_devices must not be given when TF_CONFIG",
         ),
     ],
@@ -182,6 +199,32 @@ def test_a_mistake_in_TF_CONFIG_is_found_early(
     monkeypatch.setenv("TF_CONFIG", config)
     assert run_here(DIGITS, "--virtual_devices=2") == 2
     assert message in capsys.readouterr().err
+
+
+def test_workers_compare_what_has_to_be_the_same(tiny, tmp_path):
+    experiment = tiny()
+    one = parse(experiment, "--model_dir=one", "--data_dir=a").fingerprint
+    assert one["--seed"] == "0" and one["--epochs"] == "2"
+    hosts = ["--worker_hosts=a:1,b:1", "--start_timeout=5"]
+    for index in (0, 1):
+        other = parse(experiment, *hosts, f"--task_index={index}")
+        assert other.fingerprint == one
+        assert other.cluster.index == index
+    assert parse(experiment, "--seed=1").fingerprint == {**one, "--seed": "1"}
+    path = tmp_path / "tiny.py"
+    path.write_text(path.read_text() + "# Changed.\n")
+    changed = parse(experiment).fingerprint
+    different = {name for name in one if one[name] != changed[name]}
+    assert different == {"content of --experiment"}
+
+
+def test_M2_an_absent_worker_is_one_line_and_exit_code_1(tiny, capsys):
+    first, second = workers.free_addresses(2)
+    hosts = [f"--worker_hosts={first},{second}", "--task_index=0"]
+    assert run_here(tiny(), *hosts, "--start_timeout=1") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"after 1 s nothing from worker 1 ({second})" in err
 
 
 def test_mistakes_are_found_without_tensorflow(tmp_path):
@@ -197,8 +240,9 @@ def test_mistakes_are_found_without_tensorflow(tmp_path):
             ["--experiment=nope.py"],
             ["{DIGITS}", "--global_batch=100", "--virtual_devices=2"],
             ["{DIGITS}", "--model_dir=setup.cfg"],
+            ["{DIGITS}", "--worker_hosts=a:1,a:1", "--task_index=0"],
         )]
-        assert codes == [0, 2, 2, 2], codes
+        assert codes == [0, 2, 2, 2, 2], codes
         assert not {{"tensorflow", "keras", "numpy"}} & set(sys.modules)
         """
     subprocess.run(

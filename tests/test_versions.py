@@ -24,7 +24,7 @@ def run(code, **env):
 def test_P2_old_version_is_refused_by_name(monkeypatch, package, version):
     monkeypatch.setattr(
         versions,
-        "_installed",
+        "installed",
         lambda name: version if name == package else "99.0.0",
     )
     with pytest.raises(ImportError) as error:
@@ -38,7 +38,7 @@ def test_P2_old_version_is_refused_by_name(monkeypatch, package, version):
 def test_P2_supported_tensorflow_is_accepted(monkeypatch, version):
     monkeypatch.setattr(
         versions,
-        "_installed",
+        "installed",
         lambda name: version if name == "tensorflow" else None,
     )
     versions.check()

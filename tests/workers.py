@@ -163,16 +163,18 @@ def _run_once(
     ]
 
 
-def _cluster_configs(num_workers):
-    """Returns each worker's TF_CONFIG, on ports that were free just now."""
-    sockets = [socket.socket() for _ in range(num_workers)]
-    try:
+def free_addresses(number):
+    """Returns addresses of 127.0.0.1 whose ports were free just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
+        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+
+
+def _cluster_configs(num_workers):
+    """Returns each worker's TF_CONFIG."""
+    addresses = free_addresses(num_workers)
     return [
         json.dumps(
             {

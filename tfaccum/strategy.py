@@ -2,19 +2,21 @@
 
 import atexit
 import contextlib
-import json
-import os
+import faulthandler
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfaccum import keras_private
+from tfaccum import cluster as clusters
+from tfaccum import keras_private, rendezvous
+from tfaccum.cluster import COMMUNICATIONS, Cluster
 
 # How long a worker that has finished waits for the others, in seconds.
 EXIT_TIMEOUT = 60
 
 _leaving = False
+_joined: Cluster | None = None
 
 SUPPORTED = (
     "no strategy",
@@ -26,10 +28,18 @@ SUPPORTED = (
 
 def make_strategy(
     devices: Sequence[str] | None = None,
+    *,
+    cluster: Cluster | str = "auto",
+    start_timeout: float = rendezvous.TIMEOUT,
+    communication: str = "auto",
+    bytes_per_pack: int = 0,
+    collective_timeout: float = 0,
+    fingerprint: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
     """The strategy that fits this machine, ready for `strategy.scope()`.
 
-    * TF_CONFIG with a cluster: MultiWorkerMirroredStrategy;
+    * TF_CONFIG with a cluster, or a step of Slurm with several tasks:
+      MultiWorkerMirroredStrategy;
     * `devices` or the visible GPUs, two or more: MirroredStrategy;
     * one device: OneDeviceStrategy.
 
@@ -38,6 +48,24 @@ def make_strategy(
     Args:
         devices: names such as ["GPU:0", "GPU:1"] or ["CPU:0", "CPU:1"]
             (logical devices); default: all visible GPUs, or the CPU.
+        cluster: the workers; or where to look for them, "auto", "none",
+            "tf_config" or "slurm", as in `tfaccum.cluster.find`.
+
+    The others matter only with a cluster:
+
+    Args:
+        start_timeout: how long the workers wait for each other, in seconds.
+        communication: "auto", "ring" or "nccl" (for GPUs). "auto" leaves it
+            to TensorFlow, which takes NCCL on GPUs and its own ring else.
+        bytes_per_pack: the most that travels in one collective. 0: all
+            gradients of one dtype travel in one, which needs a buffer of
+            their size but waits for the network once.
+        collective_timeout: after how many seconds a collective operation
+            gives up; 0: never. Each one then holds a sleeping thread for so
+            long, also after it has ended, so that this is for finding the
+            cause of a hang: a worker that has died is noticed without.
+        fingerprint: what else has to be the same on all workers: names and
+            values, for messages.
 
     Returns:
         A `tf.distribute.Strategy`, one of `tfaccum.strategy.SUPPORTED`.
@@ -45,18 +73,30 @@ def make_strategy(
     Raises:
         ValueError: if `devices` names a device that TensorFlow does not see,
             or one twice.
-        ValueError: if `devices` is given together with a cluster in TF_CONFIG.
+        ValueError: if `devices` is given together with a cluster.
+        ValueError: if the description of the cluster is wrong.
+        ValueError: if `communication` is none of the three, or "nccl"
+            without a GPU.
+        StartError: if the workers of the cluster cannot start together.
     """
-    if _has_cluster():
+    found = clusters.find(cluster) if isinstance(cluster, str) else cluster
+    if found is not None:
         if devices is not None:
             raise ValueError(
-                "`devices` must be None when TF_CONFIG describes a cluster. "
-                f"Received: devices={list(devices)}. Choose a worker's devices "
-                "with CUDA_VISIBLE_DEVICES."
+                f"`devices` must be None when {found.source} describes a "
+                f"cluster. Received: devices={list(devices)}. Choose a "
+                "worker's devices with CUDA_VISIBLE_DEVICES."
             )
-        strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        _leave_together(strategy)
-        return strategy
+        return _join(
+            found,
+            tf.distribute.experimental.CommunicationOptions(
+                bytes_per_pack=bytes_per_pack,
+                timeout_seconds=collective_timeout or None,
+                implementation=_implementation(communication),
+            ),
+            start_timeout,
+            fingerprint or {},
+        )
     visible = [
         device.name.removeprefix("/device:")
         for device in tf.config.list_logical_devices()
@@ -76,6 +116,78 @@ def make_strategy(
         return tf.distribute.OneDeviceStrategy(f"/{names[0]}")
     keras_private.separate_collective_keys()
     return tf.distribute.MirroredStrategy([f"/{name}" for name in names])
+
+
+def _join(
+    cluster: Cluster,
+    options: tf.distribute.experimental.CommunicationOptions,
+    start_timeout: float,
+    facts: Mapping[str, str],
+) -> tf.distribute.Strategy:
+    """Meets the other workers, and starts TensorFlow's server.
+
+    A second strategy of the same process uses the server that runs.
+    """
+    global _joined
+    if cluster != _joined:
+        gpus = tf.config.list_physical_devices("GPU")
+        rendezvous.meet(
+            cluster,
+            {
+                "GPUs of a worker": str(len(gpus)),
+                "communication": options.implementation.value.lower(),
+                "bytes_per_pack": str(options.bytes_per_pack),
+                "collective_timeout": str(options.timeout_seconds or 0),
+                **facts,
+            },
+            start_timeout,
+        )
+        _joined = cluster
+    with _limit(start_timeout):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
+                task_type="worker",
+                task_id=cluster.index,
+                rpc_layer="grpc",
+            ),
+            options,
+        )
+    _leave_together(strategy)
+    return strategy
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Ends this process, with a traceback, if the body takes longer.
+
+    For a worker that ends after the workers have met, TensorFlow waits an hour
+    in C++ with Python locked: no exception, thread or signal gets through.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _implementation(
+    communication: str,
+) -> tf.distribute.experimental.CommunicationImplementation:
+    """TensorFlow's name for it."""
+    if communication not in COMMUNICATIONS:
+        raise ValueError(
+            f"`communication` must be one of {', '.join(COMMUNICATIONS)}. "
+            f"Received: communication={communication!r}."
+        )
+    if communication == "nccl" and not tf.config.list_physical_devices("GPU"):
+        raise ValueError(
+            "`communication` must be 'auto' or 'ring' on a worker without a "
+            "GPU. Received: communication='nccl' and no visible GPU."
+        )
+    return tf.distribute.experimental.CommunicationImplementation[
+        communication.upper()
+    ]
 
 
 def _leave_together(strategy: tf.distribute.Strategy) -> None:
@@ -106,23 +218,6 @@ def _leave_together(strategy: tf.distribute.Strategy) -> None:
     if not _leaving:
         atexit.register(leave)
         _leaving = True
-
-
-def _has_cluster() -> bool:
-    """Whether TF_CONFIG describes a cluster."""
-    text = os.environ.get("TF_CONFIG", "")
-    if not text:
-        return False
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            "TF_CONFIG must be JSON. Received: "
-            f"TF_CONFIG={text!r} ({error}). Write for instance "
-            '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
-            '"task": {"type": "worker", "index": 0}}.'
-        ) from error
-    return bool(config.get("cluster"))
 
 
 def check_supported(strategy: tf.distribute.Strategy) -> None:

@@ -17,7 +17,7 @@ def check() -> None:
         ImportError: names what was found and what to install.
     """
     for package, oldest in OLDEST.items():
-        found = _installed(package)
+        found = installed(package)
         if found is not None and _numbers(found) < oldest:
             wanted = ".".join(map(str, oldest))
             raise ImportError(
@@ -33,7 +33,7 @@ def check() -> None:
         )
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
     """The version of a package; builds such as tensorflow-cpu count too."""
     for name in (package, f"{package}-cpu"):
         try:

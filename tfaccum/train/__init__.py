@@ -25,13 +25,15 @@ An experiment is a Python file of four names:
 
 Whatever is wrong with the command ends in one line on stderr and exit code 2,
 before TensorFlow is imported if it can be known then. Exit code 1 means that
-`--verify_updates` has found a difference.
+`--verify_updates` has found a difference, or, in one line too, that the
+workers of a cluster could not start together.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 
+from tfaccum.rendezvous import StartError
 from tfaccum.train import options
 
 
@@ -58,3 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except options.UsageError as error:
         print(f"tfaccum-train: {error}", file=sys.stderr)
         return 2
+    except StartError as error:
+        print(f"tfaccum-train: {error}", file=sys.stderr)
+        return 1

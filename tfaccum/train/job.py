@@ -68,6 +68,7 @@ def run(options: Options) -> int:
     Raises:
         UsageError: If the devices, the batch plan, the data or the arguments
             of `compile` turn out to be impossible.
+        StartError: If the workers of a cluster cannot start together.
     """
     job = _Job(options)
     initial = job.train()
@@ -220,7 +221,15 @@ def _make_strategy(options: Options) -> tf.distribute.Strategy:
         gpus = tf.config.list_logical_devices("GPU")
         devices = ["GPU:0" if gpus else "CPU:0"]
     with _usage_errors():
-        strategy = strategies.make_strategy(devices)
+        strategy = strategies.make_strategy(
+            devices,
+            cluster=options.cluster or "none",
+            start_timeout=options.start_timeout,
+            communication=options.communication,
+            bytes_per_pack=options.bytes_per_pack,
+            collective_timeout=options.collective_timeout,
+            fingerprint=options.fingerprint,
+        )
     if options.strategy == "mirrored" and not isinstance(
         strategy, tf.distribute.MirroredStrategy
     ):

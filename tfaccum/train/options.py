@@ -1,13 +1,13 @@
 """What the command line and the experiment ask for, checked early.
 
-Imports nothing but the standard library, absl and `tfaccum.batching`, so that
-a mistake is reported before TensorFlow takes seconds to start.
+Imports nothing but the standard library, absl and rooms that need no more, so
+that a mistake is reported before TensorFlow takes seconds to start.
 """
 
 import ast
 import dataclasses
+import hashlib
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -18,7 +18,10 @@ from typing import Any
 
 from absl import flags
 
+from tfaccum import cluster as clusters
 from tfaccum.batching import BatchPlan
+from tfaccum.cluster import Cluster
+from tfaccum.rendezvous import TIMEOUT
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -62,6 +65,15 @@ _GROUPS = {
         "jit",
     ),
     "Devices": ("strategy", "devices", "virtual_devices"),
+    "Several workers": (
+        "cluster",
+        "worker_hosts",
+        "task_index",
+        "start_timeout",
+        "communication",
+        "bytes_per_pack",
+        "collective_timeout",
+    ),
     "Files": ("model_dir", "data_dir"),
     "Afterwards": ("verify_updates",),
 }
@@ -70,7 +82,23 @@ _PLACEHOLDERS = {
     "model_dir": "DIR",
     "data_dir": "DIR",
     "devices": "A,B",
+    "worker_hosts": "A:1,B:1",
 }
+# Flags that may differ between the workers of a cluster, and those that are
+# compared in another way: the experiment by its content, the others by
+# `make_strategy`.
+_NOT_IN_FINGERPRINT = (
+    "experiment",
+    "model_dir",
+    "data_dir",
+    "cluster",
+    "worker_hosts",
+    "task_index",
+    "start_timeout",
+    "communication",
+    "bytes_per_pack",
+    "collective_timeout",
+)
 
 
 class UsageError(Exception):
@@ -88,6 +116,7 @@ class Options:
         experiment: Path of the experiment file.
         batch_sizes: Two or three of the sizes that `BatchPlan.derive` takes.
         sources: Where each of them came from.
+        cluster: The workers, or None.
         model_dir: Where the chief writes.
         flags: Every flag and its value, for the record.
 
@@ -107,10 +136,28 @@ class Options:
     strategy: str
     devices: tuple[str, ...] | None
     virtual_devices: int | None
+    cluster: Cluster | None
+    start_timeout: float
+    communication: str
+    bytes_per_pack: int
+    collective_timeout: float
     model_dir: Path
     data_dir: str | None
     verify_updates: int
     flags: Mapping[str, Any]
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What has to be the same on all workers: names and values."""
+        content = hashlib.sha256(self.experiment.read_bytes()).hexdigest()
+        return {
+            "content of --experiment": content[:12],
+            **{
+                f"--{name}": str(value)
+                for name, value in self.flags.items()
+                if name not in _NOT_IN_FINGERPRINT
+            },
+        }
 
     def plan(self, num_replicas: int, source: str) -> BatchPlan:
         """The batch plan for so many replicas.
@@ -145,6 +192,7 @@ def parse(argv: Sequence[str]) -> Options | None:
         UsageError: If a flag is unknown or its value is wrong.
         UsageError: If there is no such experiment, or it lacks something.
         UsageError: If there is no such batch plan.
+        UsageError: If the description of the cluster is wrong.
         UsageError: If the devices that were asked for contradict each other.
         UsageError: If the chief cannot write to `--model_dir`.
     """
@@ -173,13 +221,14 @@ def parse(argv: Sequence[str]) -> Options | None:
             "--learning_rate must be given, or be in the DEFAULTS of "
             f"{path}. Received: none."
         )
-    is_chief = _check_devices(values)
+    cluster = _find_cluster(values)
+    _check_devices(values, cluster)
     if values["model_dir"].value is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         values["model_dir"].value = f"runs/{path.stem}-{stamp}"
-    options = _options(values, path, sizes, sources)
+    options = _options(values, path, sizes, sources, cluster)
     _check_plan(options)
-    if is_chief:
+    if cluster is None or cluster.index == 0:
         _check_model_dir(options.model_dir)
     return options
 
@@ -189,11 +238,14 @@ def _options(
     path: Path,
     sizes: Mapping[str, int],
     sources: Mapping[str, str],
+    cluster: Cluster | None,
 ) -> Options:
     found: dict[str, Any] = {
         name: values[name].value for group in _GROUPS.values() for name in group
     }
     rest = {k: v for k, v in found.items() if k not in _SIZES.values()}
+    del rest["worker_hosts"], rest["task_index"]
+    rest["cluster"] = cluster
     rest["experiment"] = path
     rest["model_dir"] = Path(found["model_dir"]).expanduser()
     rest["devices"] = found["devices"] and tuple(found["devices"])
@@ -285,14 +337,15 @@ def _define_flags() -> flags.FlagValues:
         "strategy",
         "auto",
         STRATEGIES,
-        "default auto: workers if TF_CONFIG names them, else\n"
-        "all visible GPUs, else the CPU",
+        "default auto: the workers of a cluster, else all\n"
+        "visible GPUs, else the CPU",
         flag_values=values,
     )
     flags.DEFINE_list(
         "devices", None, "for instance GPU:0,GPU:1", flag_values=values
     )
     integer("virtual_devices", None, "replicas to make of the CPU", 1)
+    _define_cluster_flags(values)
     string("model_dir", "new; default runs/<experiment>-<time>")
     string("data_dir", "of TensorFlow Datasets; default its own")
     integer(
@@ -306,6 +359,60 @@ def _define_flags() -> flags.FlagValues:
     for name in ("help", "helpshort"):
         boolean(name, "print this")
     return values
+
+
+def _define_cluster_flags(values: flags.FlagValues) -> None:
+    """The flags of training with several workers."""
+    flags.DEFINE_enum(
+        "cluster",
+        "auto",
+        clusters.SOURCES,
+        "default auto: --worker_hosts, else TF_CONFIG, else\n"
+        "a step of Slurm with several tasks",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "worker_hosts",
+        None,
+        "host:port of all workers, the same on each",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "task_index",
+        None,
+        "which of them this process is, from 0",
+        lower_bound=0,
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "start_timeout",
+        TIMEOUT,
+        f"seconds to wait for the others; default {TIMEOUT:g}",
+        lower_bound=1.0,
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "communication",
+        "auto",
+        clusters.COMMUNICATIONS,
+        "default auto: NCCL on GPUs, else TensorFlow's ring",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "bytes_per_pack",
+        0,
+        "most that travels at once; default 0: all gradients",
+        lower_bound=0,
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "collective_timeout",
+        0.0,
+        "seconds until a collective operation gives up, to\n"
+        "find the cause of a hang; default 0: never",
+        lower_bound=0.0,
+        flag_values=values,
+    )
 
 
 def _find(experiment: str) -> Path:
@@ -410,11 +517,21 @@ def _set(values: flags.FlagValues, name: str, value: Any, path: Path) -> Any:
     return values[name].value
 
 
-def _check_devices(values: flags.FlagValues) -> bool:
-    """Looks for contradictions; returns whether this process is the chief."""
+def _find_cluster(values: flags.FlagValues) -> Cluster | None:
+    try:
+        return clusters.find(
+            str(values["cluster"].value),
+            worker_hosts=values["worker_hosts"].value,
+            task_index=values["task_index"].value,
+        )
+    except ValueError as error:
+        raise UsageError(error) from error
+
+
+def _check_devices(values: flags.FlagValues, cluster: Cluster | None) -> None:
+    """Looks for contradictions."""
     strategy, devices = values["strategy"].value, values["devices"].value
     virtual = values["virtual_devices"].value
-    workers, is_chief = _cluster(os.environ.get("TF_CONFIG", ""))
     named = "--devices" if devices else "--virtual_devices"
     count = len(devices) if devices else virtual
     if devices and virtual:
@@ -423,17 +540,19 @@ def _check_devices(values: flags.FlagValues) -> bool:
             f"Received: --devices={','.join(devices)} and "
             f"--virtual_devices={virtual}."
         )
-    if workers and (count or strategy not in ("auto", "multi_worker")):
+    if cluster and (count or strategy not in ("auto", "multi_worker")):
         what = f"{named}" if count else f"--strategy={strategy}"
         raise UsageError(
-            f"{what} must not be given when TF_CONFIG names a cluster. "
-            f"Received: TF_CONFIG with {workers} workers. Choose a worker's "
-            "GPUs with CUDA_VISIBLE_DEVICES."
+            f"{what} must not be given when {cluster.source} names a cluster. "
+            f"Received: {cluster.num_workers} workers in {cluster.source}. "
+            "Choose a worker's GPUs with CUDA_VISIBLE_DEVICES."
         )
-    if strategy == "multi_worker" and not workers:
+    if strategy == "multi_worker" and not cluster:
         raise UsageError(
-            "--strategy=multi_worker needs TF_CONFIG with a cluster. "
-            "Received: no TF_CONFIG."
+            "--strategy=multi_worker needs a cluster. Received: no "
+            "--worker_hosts, no TF_CONFIG and no step of Slurm. Put "
+            "tfaccum-launch before the command to train with several workers "
+            "on this machine."
         )
     if count and (
         (strategy == "one_device" and count > 1)
@@ -448,26 +567,6 @@ def _check_devices(values: flags.FlagValues) -> bool:
             f"--strategy={strategy} needs {needs}. Received: {count} "
             f"device{'s' if count > 1 else ''} in {named}."
         )
-    return is_chief
-
-
-def _cluster(text: str) -> tuple[int, bool]:
-    """Number of workers in TF_CONFIG, and whether this one is the chief."""
-    try:
-        config = json.loads(text or "{}")
-        cluster, task = config.get("cluster", {}), config.get("task", {})
-        workers = sum(len(cluster.get(kind, [])) for kind in _WORKERS)
-        chief = "chief" if cluster.get("chief") else "worker"
-        first = task.get("type") == chief and task.get("index") == 0
-    except (json.JSONDecodeError, AttributeError, TypeError) as error:
-        raise UsageError(
-            "TF_CONFIG must be JSON with a cluster and a task. Received: "
-            f"TF_CONFIG={text!r} ({error})."
-        ) from error
-    return workers, first or not workers
-
-
-_WORKERS = ("chief", "worker")
 
 
 def _check_plan(options: Options) -> None:

@@ -1,0 +1,7 @@
+"""`python -m tfaccum.launch`."""
+
+import sys
+
+from tfaccum.launch import main
+
+sys.exit(main())
