@@ -33,7 +33,7 @@ test: lint
 test-all: lint
 	$(VENV)/bin/python -m pytest -m '' $(PYTEST_FLAGS)
 
-# The oldest TensorFlow runs on Python 3.10 to 3.12.
+# The oldest TensorFlow and Keras run on Python 3.11 and 3.12.
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 

@@ -19,7 +19,7 @@ def run(code, **env):
 
 @pytest.mark.parametrize(
     "package, version",
-    [("tensorflow", "2.15.1"), ("keras", "3.9.2"), ("keras", "2.15.0")],
+    [("tensorflow", "2.15.1"), ("keras", "3.13.2"), ("keras", "2.15.0")],
 )
 def test_P2_old_version_is_refused_by_name(monkeypatch, package, version):
     monkeypatch.setattr(
@@ -29,7 +29,7 @@ def test_P2_old_version_is_refused_by_name(monkeypatch, package, version):
     )
     with pytest.raises(ImportError) as error:
         versions.check()
-    wanted = {"tensorflow": "2.16", "keras": "3.10"}[package]
+    wanted = {"tensorflow": "2.16", "keras": "3.14"}[package]
     assert f"needs {package} {wanted} or newer" in str(error.value)
     assert f"Received: {package} {version}." in str(error.value)
 
