@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests import law
-from tests.tolerances import masked_loss_dtype, tolerance
+from tests.tolerances import tolerance
 
 STRATEGIES = {
     "none": lambda: tf.distribute.get_strategy(),
@@ -45,8 +45,7 @@ def assert_same(outcome, steps, optimizer):
         outcome["values"],
         expected["values"],
         rtol=0,
-        # Weights near 1, moved by 0.1 per update and less.
-        atol=max(1e-12, 0.01 * tolerance(masked_loss_dtype())),
+        atol=max(tolerance("float64"), 1e-12),
     )
     assert outcome["logs"].keys() == expected["logs"].keys()
     for name, values in expected["logs"].items():
