@@ -271,7 +271,7 @@ def test_compile_refuses_an_optimizer_made_outside_the_scope():
 def test_compile_refuses_multi_optimizer_by_name():
     multi = getattr(keras.optimizers, "MultiOptimizer", None)
     if multi is None:
-        pytest.skip("this version of Keras has no MultiOptimizer")
+        pytest.skip("Keras has no MultiOptimizer before 3.15.0")
     optimizer = multi.__new__(multi)
     with pytest.raises(ValueError, match="optimizer=MultiOptimizer"):
         update.check_optimizer(optimizer)
