@@ -360,7 +360,7 @@ def test_data_that_end_too_early_are_said():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_shuffled_arrays_are_seen_once_per_epoch(replicas):
-    """With a seed, as here, Keras takes one order for all epochs of a `fit`."""
+    """In an order of its own in each epoch."""
     model = toy.toy(
         replicas, model_class=toy.LogRows, gradient_accumulation_steps=2
     )
@@ -369,6 +369,7 @@ def test_shuffled_arrays_are_seen_once_per_epoch(replicas):
     first, second = np.split(np.array(model.examples_seen), 2)
     assert sorted(first) == sorted(second) == list(range(40))
     assert first.tolist() != list(range(40))
+    assert set(first[:10]) != set(second[:10])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

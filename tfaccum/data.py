@@ -7,7 +7,6 @@ worker and 4 workers train on the same batches, from one file or from many.
 
 import hashlib
 import json
-import numbers
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,30 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfaccum.arrays import integer, share
 from tfaccum.datasets import source
 
 ID = "tfaccum_id"
 _CHECKED_EXAMPLES = 8
-
-
-def share(num_rows: int, worker: int, num_workers: int) -> tuple[int, int]:
-    """Says which rows of a batch belong to a worker.
-
-    The shares are consecutive and differ by at most one row, the first
-    workers having the larger ones; a share is empty only if there are fewer
-    rows than workers.
-
-    Args:
-        num_rows: Rows of the batch over all workers, at least 0.
-        worker: This worker, 0 to `num_workers` - 1.
-        num_workers: Number of workers, at least 1.
-
-    Returns:
-        First row and the row after the last: `batch[first:end]`.
-    """
-    size, larger = divmod(num_rows, num_workers)
-    first = worker * size + min(worker, larger)
-    return first, first + size + (worker < larger)
 
 
 class Pipeline:
@@ -68,7 +48,7 @@ class Pipeline:
         model.fit(train.epoch(epoch), initial_epoch=epoch, epochs=epoch + 1)
     ```
 
-    `epoch(e).skip(b)` is the rest of epoch e after b batches.
+    `epoch(e, skip_batches=b)` is the rest of epoch e after b batches.
 
     Args:
         name: A TFDS name, for instance `"mnist"`. The datasets of
@@ -140,18 +120,18 @@ class Pipeline:
         download: bool = False,
     ):
         """Checks the arguments and finds or prepares the files."""
-        self._batch_size = _integer("batch_size", batch_size, 1)
-        self._seed = _integer("seed", seed, 0)
+        self._batch_size = integer("batch_size", batch_size, 1)
+        self._seed = integer("seed", seed, 0)
         if shuffle_buffer is not None:
-            _integer("shuffle_buffer", shuffle_buffer, 1)
+            integer("shuffle_buffer", shuffle_buffer, 1)
         self._parallel = tf.data.AUTOTUNE
         if num_parallel_calls is not None:
-            self._parallel = _integer(
+            self._parallel = integer(
                 "num_parallel_calls", num_parallel_calls, 1
             )
         self._prefetch = tf.data.AUTOTUNE
         if prefetch is not None:
-            self._prefetch = _integer("prefetch", prefetch, 0)
+            self._prefetch = integer("prefetch", prefetch, 0)
         for label, text in (("name", name), ("split", split)):
             if not isinstance(text, str):
                 raise TypeError(
@@ -214,7 +194,12 @@ class Pipeline:
         return full + (rest > 0 and not self._drop_remainder)
 
     def epoch(
-        self, epoch: int, *, worker: int = 0, num_workers: int = 1
+        self,
+        epoch: int,
+        *,
+        worker: int = 0,
+        num_workers: int = 1,
+        skip_batches: int = 0,
     ) -> tf.data.Dataset:
         """Makes one worker's dataset of one epoch.
 
@@ -227,31 +212,39 @@ class Pipeline:
             epoch: Number of the epoch, at least 0.
             worker: This worker, 0 to `num_workers` - 1. Default 0.
             num_workers: Number of workers, at least 1. Default 1.
+            skip_batches: Dataset batches to leave out at the beginning, at
+                least 0; those that follow are the same as without. Skipped
+                examples are neither mapped nor augmented. Nor are they
+                decoded, except into the cache if there is one, which only a
+                pass over the whole split fills. Their records are read if
+                they have to go through the shuffle buffer. Default 0.
 
         Returns:
-            A `tf.data.Dataset` of `num_batches` batches, its cardinality
-            known. Elements are what `map_fn` and `augment_fn` return, with a
-            leading dimension of the worker's rows.
+            A `tf.data.Dataset` of `num_batches` batches without those that
+            are skipped, its cardinality known. Elements are what `map_fn` and
+            `augment_fn` return, with a leading dimension of the worker's rows.
 
         Raises:
             TypeError: if an argument is not an integer.
             ValueError: if an argument is out of range.
         """
-        epoch = _integer("epoch", epoch, 0)
-        num_workers = _integer("num_workers", num_workers, 1)
-        if _integer("worker", worker, 0) >= num_workers:
+        epoch = integer("epoch", epoch, 0)
+        num_workers = integer("num_workers", num_workers, 1)
+        if integer("worker", worker, 0) >= num_workers:
             raise ValueError(
                 "`worker` must be less than num_workers. Received: "
                 f"worker={worker}, num_workers={num_workers}. Workers are "
                 "numbered from 0."
             )
+        skipped = integer("skip_batches", skip_batches, 0)
+        skipped = min(skipped, self.num_batches)
         shuffle_seed, augment_seed = _seeds(self._seed, epoch)
-        ordered = self._base
-        if self._shuffle:
-            ordered = _shuffled(ordered, self._shuffle_buffer, shuffle_seed)
-        batches = self._batches(ordered, augment_seed, worker, num_workers)
+        ordered = self._ordered(shuffle_seed, skipped * self._batch_size)
+        batches = self._batches(
+            ordered, augment_seed, worker, num_workers, skipped
+        )
         batches = batches.apply(
-            tf.data.experimental.assert_cardinality(self.num_batches)
+            tf.data.experimental.assert_cardinality(self.num_batches - skipped)
         )
         if self._prefetch:
             batches = batches.prefetch(self._prefetch)
@@ -299,6 +292,18 @@ class Pipeline:
                 digest.update(tf.io.serialize_tensor(tensor).numpy())
         return digest.hexdigest()
 
+    def _ordered(
+        self, seeds: tuple[int, int], num_skipped: int
+    ) -> tf.data.Dataset:
+        """(position, stored example) of an epoch without its first ones."""
+        if self._shuffle:
+            ordered = _shuffled(self._base, self._shuffle_buffer, seeds)
+        elif self._cache:
+            ordered = self._base
+        else:
+            return source.records(self._split_info, num_skipped)
+        return ordered.skip(num_skipped) if num_skipped else ordered
+
     def _decoded(self, records: tf.data.Dataset) -> tf.data.Dataset:
         deserialize = self.info.features.deserialize_example
 
@@ -337,16 +342,18 @@ class Pipeline:
         augment_seed: int,
         worker: int,
         num_workers: int,
+        skipped: int,
     ) -> tf.data.Dataset:
-        """This worker's rows of every batch, the empty ones included."""
+        """This worker's rows of every batch left, empty ones included."""
         num_full, rest = divmod(self.num_examples, self._batch_size)
-        if self._drop_remainder:
+        num_full -= skipped
+        if self._drop_remainder or num_full < 0:
             rest = 0
         full = share(self._batch_size, worker, num_workers)
         last = share(rest, worker, num_workers)
         rows = full[1] - full[0]
         if rows == 0:
-            return self._empty_batch().repeat(self.num_batches)
+            return self._empty_batch().repeat(self.num_batches - skipped)
         if num_workers > 1:
             ordered = self._selected(ordered, num_full, full, last)
         batches = self._mapped(ordered, augment_seed).batch(
@@ -392,21 +399,6 @@ class Pipeline:
             return tf.nest.map_structure(lambda tensor: tensor[:rows], batch)
 
         return tf.data.Dataset.zip((one, rows)).map(cut).cache()
-
-
-def _integer(name: str, value: Any, minimum: int) -> int:
-    """Checks that an argument is an integer of at least `minimum`."""
-    advice = f"Pass an integer of at least {minimum}."
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"`{name}` must be an integer. Received: {name}={value!r}. {advice}"
-        )
-    if value < minimum:
-        raise ValueError(
-            f"`{name}` must be at least {minimum}. Received: "
-            f"{name}={value!r}. {advice}"
-        )
-    return int(value)
 
 
 def _seeds(seed: int, epoch: int) -> tuple[tuple[int, int], int]:

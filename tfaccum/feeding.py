@@ -12,6 +12,8 @@ the other workers whether they still have data, and a worker that has run out
 still takes part in the last update, with weight zero.
 """
 
+import itertools
+import math
 import types
 import zlib
 from collections.abc import Callable
@@ -23,6 +25,7 @@ import tensorflow as tf
 
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
+from tfaccum.arrays import ArrayEpochs, are_plain, integer
 
 NO_MORE_DATA = -1
 
@@ -36,9 +39,18 @@ class EpochData(Protocol):
     """Data whose epochs are made by number, such as `tfaccum.data.Pipeline`."""
 
     def epoch(
-        self, epoch: int, *, worker: int, num_workers: int
+        self,
+        epoch: int,
+        *,
+        worker: int,
+        num_workers: int,
+        skip_batches: int = 0,
     ) -> tf.data.Dataset:
-        """This worker's share of every batch of one epoch."""
+        """This worker's share of every batch of one epoch but the first ones.
+
+        The batches that follow those skipped are the same as without
+        skipping, in every call and process.
+        """
 
 
 DatasetFn = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -264,6 +276,9 @@ class Source:
             a `tf.data.Dataset` from a `tf.distribute.InputContext`.
         steps: dataset batches per epoch; None: all that there are.
         micro_batch_size: the most rows of one replica at once, or None.
+        shuffle_seed: decides with the epoch's number how arrays are shuffled,
+            at least 0. None: the seed of `keras.utils.set_random_seed`; a
+            single worker that has none draws one.
         **arguments: y, sample_weight, batch_size, shuffle, class_weight, as
             in Keras.
 
@@ -280,6 +295,7 @@ class Source:
         *,
         steps: int | None = None,
         micro_batch_size: int | None = None,
+        shuffle_seed: int | None = None,
         **arguments: Any,
     ):
         if isinstance(x, tf.distribute.DistributedDataset):
@@ -291,15 +307,17 @@ class Source:
         self._strategy = strategy
         self._micro_batch_size = micro_batch_size
         self._steps = steps
-        self._by_epoch: EpochData | None = (
-            x if isinstance(x, EpochData) else None
-        )
-        self._adapter = None
+        self._by_epoch: EpochData | None = None
+        self._arrays: ArrayEpochs | None = None
+        self._adapter: Any = None
+        self._py_dataset: Any = None
+        self._first_rows: int | None = None
         self._content = _content(x, **arguments)
         worker, num_workers = strategies.worker_index(strategy)
         self.is_share = True
-        if self._by_epoch is not None:
-            dataset = self._epoch_dataset(self._by_epoch, 0)
+        if isinstance(x, EpochData):
+            self._by_epoch = x
+            dataset = self._epoch_dataset(x, 0)
         elif callable(x) and not isinstance(x, tf.data.Dataset):
             dataset = x(
                 tf.distribute.InputContext(
@@ -308,26 +326,98 @@ class Source:
             )
         else:
             self.is_share = False
-            # Only arrays and a PyDataset can be shuffled by Keras.
-            shuffle = arguments.pop("shuffle", False) and not isinstance(
-                x, tf.data.Dataset | types.GeneratorType
-            )
-            self._adapter = keras_private.data_adapter(
-                x=x, steps_per_epoch=steps, shuffle=shuffle, **arguments
-            )
-            _check_shuffle(self._adapter, shuffle, num_workers)
-            dataset = self._adapter.get_tf_dataset()
+            dataset = self._of_keras(x, shuffle_seed, **arguments)
         self._dataset = dataset
         self.spec = batch_spec(dataset)
         self._stream = self._new_stream(dataset)
         self._iterator: Any = None
         self._left: int | None = None
-        self._available = self._agreed_size(dataset)
+        self._size = self._agreed_size(dataset)
+        self._available = None if self._size == math.inf else self._size
+
+    def _of_keras(
+        self,
+        x: Any,
+        shuffle_seed: int | None,
+        shuffle: Any = False,
+        **arguments: Any,
+    ) -> tf.data.Dataset:
+        """The dataset of what Keras takes too; of arrays, that of epoch 0."""
+        if isinstance(x, types.GeneratorType):
+            first = list(itertools.islice(x, 1))
+            x = (batch for batch in itertools.chain(first, x))
+        elif isinstance(x, keras.utils.PyDataset):
+            self._py_dataset = x
+        # Only arrays and a PyDataset can be shuffled by Keras.
+        if isinstance(x, tf.data.Dataset | types.GeneratorType):
+            shuffle = False
+        adapter = keras_private.data_adapter(
+            x=x, steps_per_epoch=self._steps, shuffle=shuffle, **arguments
+        )
+        if isinstance(x, types.GeneratorType):
+            self._first_rows = _rows_of(first[0])
+        if "Array" in type(adapter).__name__:
+            _, num_workers = strategies.worker_index(self._strategy)
+            if shuffle_seed is None:
+                shuffle_seed = keras_private.global_seed()
+            if shuffle and shuffle_seed is None and num_workers > 1:
+                raise ValueError(
+                    "`shuffle` must give the same order on every worker. "
+                    "Received: shuffle=True without a seed. Call "
+                    "keras.utils.set_random_seed(number) with one number on "
+                    "every worker, or pass shuffle=False."
+                )
+            y, weight = arguments.get("y"), arguments.get("sample_weight")
+            if are_plain(x, y, weight):
+                if (class_weight := arguments.get("class_weight")) is not None:
+                    weight = keras_private.class_weight_to_sample_weight(
+                        y, class_weight
+                    )
+                if shuffle and shuffle_seed is None:
+                    drawn = np.random.SeedSequence().generate_state(1)
+                    shuffle_seed = int(drawn[0])
+                self._by_epoch = self._arrays = ArrayEpochs(
+                    x,
+                    y,
+                    weight,
+                    batch_size=adapter.batch_size,
+                    shuffle=shuffle,
+                    seed=shuffle_seed if shuffle else None,
+                )
+                return self._epoch_dataset(self._arrays, 0)
+        self._adapter = adapter
+        return adapter.get_tf_dataset()
 
     @property
     def num_batches(self) -> int | None:
         """Dataset batches per epoch; None while that is not known."""
         return self._steps or self._available
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the first dataset batch over all workers; None without data.
+
+        For arrays and `EpochData` with a `batch_size`, that. Else it is found
+        when it is first asked for, by reading the first batch once more (not
+        of a generator), and all workers have to ask. A dataset that is
+        shuffled anew each time it is read notices.
+        """
+        if self._first_rows is None:
+            self._first_rows = self._find_batch_size()
+        return self._first_rows or None
+
+    @property
+    def shuffle_seed(self) -> int | None:
+        """What decides with the epoch how arrays are shuffled.
+
+        None where they are not, or by Keras. May be set before an epoch.
+        """
+        return None if self._arrays is None else self._arrays.seed
+
+    @shuffle_seed.setter
+    def shuffle_seed(self, seed: int | None) -> None:
+        if self._arrays is not None and self._arrays.seed is not None:
+            self._arrays.seed = integer("shuffle_seed", seed, 0)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -336,6 +426,7 @@ class Source:
             "elements": self.spec,
             "number of batches": self.num_batches,
             "content": self._content,
+            "shuffle seed": self.shuffle_seed,
         }
 
     def first_batches(self) -> str | None:
@@ -349,25 +440,59 @@ class Source:
                 checksum = _checksum(batch, checksum or 0)
         return None if checksum is None else f"{checksum:08x}"
 
-    def begin_epoch(self, epoch: int) -> Any:
+    @property
+    def element_spec(self) -> Any:
+        """Of the iterators that `begin_epoch` makes."""
+        return self._stream.element_spec
+
+    def begin_epoch(self, epoch: int, skip_batches: int | None = None) -> Any:
         """An iterator over the micro-batches of one epoch.
 
         With `steps` it goes on where the last epoch ended, as in Keras.
+
+        What is skipped is not read if the data are arrays or an `EpochData`
+        that knows how, such as `tfaccum.data.Pipeline`. Of other data the
+        batches are made once more and dropped, in an order that is theirs: it
+        has to be the same whenever they are read from the beginning, so a
+        generator has to be a new one, and a PyDataset must not depend on how
+        often it was told that an epoch ended.
+
+        Args:
+            epoch: its number, at least 0.
+            skip_batches: dataset batches of the epoch that are over already,
+                at least 0. None: none are, and the first epoch of this source
+                begins where the data do, whatever its number. With a number
+                and `steps` the first one begins where a source stands that
+                has gone through all epochs before it.
         """
+        skipped = 0
+        if skip_batches is not None:
+            skipped = integer("skip_batches", skip_batches, 0)
+        resumes = (
+            skip_batches is not None
+            and self._steps is not None
+            and self._iterator is None
+        )
+        if resumes and self._size is None:
+            self._go_through(epoch)
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
-        if self._by_epoch is not None:
-            self._stream = self._new_stream(
-                self._epoch_dataset(self._by_epoch, epoch)
-            )
         used_up = self._left is not None and self._left <= 0
         if self._steps is None or self._iterator is None or used_up:
-            self._iterator = iter(self._stream)
-            self._left = self._available
+            start, used = self._position(epoch) if resumes else (epoch, 0)
+            self._iterator = iter(self._stream_from(start, used + skipped))
+            self._left = self._available and self._available - used
+        elif skipped:
+            self._read(skipped)
         return self._iterator
 
     def end_epoch(self, batches: int, exhausted: bool) -> None:
-        """Tells how many batches were used, and whether the data ended."""
+        """Tells how many batches are over, and whether the data ended.
+
+        Args:
+            batches: dataset batches of this epoch, with those skipped.
+            exhausted: whether the data ended on all workers.
+        """
         if self._left is not None:
             self._left -= batches
         if exhausted:
@@ -377,26 +502,98 @@ class Source:
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
-    def _epoch_dataset(self, data: EpochData, epoch: int) -> tf.data.Dataset:
+    def _position(self, epoch: int) -> tuple[int, int]:
+        """Where an epoch of `steps` batches begins in data of known size.
+
+        Returns:
+            The epoch in which the data were begun, and the batches used since.
+        """
+        if self._steps is None or self._size is None:
+            return epoch, 0
+        if self._size == math.inf:
+            return 0, epoch * self._steps
+        # An epoch in which the data end is cut short; the next begins anew.
+        epochs = max(-(-self._size // self._steps), 1)
+        return epoch - epoch % epochs, epoch % epochs * self._steps
+
+    def _go_through(self, epochs: int) -> None:
+        """Reads these epochs, of data that do not tell their size."""
+        for epoch in range(epochs):
+            self.begin_epoch(epoch)
+            self.end_epoch(*self._read(self._steps or 0))
+
+    def _read(self, batches: int) -> tuple[int, bool]:
+        """Reads some batches; returns how many, and whether the data ended."""
+        done, has_more = 0, True
+        while done < batches and has_more:
+            rows, last, _ = next_elements(self._iterator, self._strategy)
+            has_more = int(rows[0]) != NO_MORE_DATA
+            done += has_more and bool(last[0])
+        return done, not agreement.any_worker(self._strategy, has_more)
+
+    def _stream_from(self, epoch: int, skip_batches: int) -> tf.data.Dataset:
+        """The micro-batches from some batch on, of data begun in `epoch`."""
+        if self._by_epoch is not None:
+            return self._new_stream(
+                self._epoch_dataset(self._by_epoch, epoch, skip_batches)
+            )
+        if skip_batches:
+            return self._new_stream(self._dataset.skip(skip_batches))
+        return self._stream
+
+    def _epoch_dataset(
+        self, data: EpochData, epoch: int, skip_batches: int = 0
+    ) -> tf.data.Dataset:
         worker, num_workers = strategies.worker_index(self._strategy)
-        return data.epoch(epoch, worker=worker, num_workers=num_workers)
+        return data.epoch(
+            epoch,
+            worker=worker,
+            num_workers=num_workers,
+            skip_batches=skip_batches,
+        )
 
     def _new_stream(self, dataset: tf.data.Dataset) -> Any:
         return micro_batch_stream(
             dataset,
             self._strategy,
             micro_batch_size=self._micro_batch_size,
-            is_share=self.is_share,
+            is_share=self.is_share or self._by_epoch is not None,
         )
 
-    def _agreed_size(self, dataset: tf.data.Dataset) -> int | None:
-        """Batches of the longest worker; None if some worker cannot tell."""
-        if self._adapter is not None:
+    def _agreed_size(self, dataset: tf.data.Dataset) -> Any:
+        """Batches of the longest worker, math.inf if none has an end.
+
+        None if some worker cannot tell.
+        """
+        if self._adapter is not None and self._adapter.num_batches is not None:
             return self._adapter.num_batches
-        size = int(dataset.cardinality())
-        sizes = [int(n) for n in agreement.exchange(self._strategy, str(size))]
-        size = -1 if min(sizes) < 0 else max(sizes)
-        return size if size >= 0 else None
+        mine = str(int(dataset.cardinality()))
+        told = [mine]
+        if self.is_share:
+            told = agreement.exchange(self._strategy, mine)
+        sizes = [int(size) for size in told]
+        if all(size == tf.data.INFINITE_CARDINALITY for size in sizes):
+            return math.inf
+        return max(sizes) if min(sizes) >= 0 else None
+
+    def _find_batch_size(self) -> int:
+        if (rows := getattr(self._by_epoch, "batch_size", None)) is not None:
+            return int(rows)
+        if self._py_dataset is not None:  # Its threads must not start here.
+            return _rows_of(self._py_dataset[0])
+        rows = 0
+        for batch in self._dataset.take(1):
+            rows = int(_num_rows(batch))
+        if self.is_share:
+            told = agreement.exchange(self._strategy, str(rows))
+            rows = sum(map(int, told))
+        return rows
+
+
+def _rows_of(batch: Any) -> int:
+    """Rows of a batch as Keras' users make them."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    return int(leaves[0].shape[0])
 
 
 def _content(x: Any, **arguments: Any) -> str | None:
@@ -422,19 +619,3 @@ def _checksum(batch: Any, start: int) -> int:
             rows = array[::step] if array.ndim else array
             start = zlib.crc32(np.ascontiguousarray(rows).tobytes(), start)
     return start
-
-
-def _check_shuffle(adapter: Any, shuffle: bool, num_workers: int) -> None:
-    """Refuses to let every worker shuffle in an order of its own."""
-    shuffles_here = shuffle and "Array" in type(adapter).__name__
-    if (
-        num_workers > 1
-        and shuffles_here
-        and keras_private.global_seed() is None
-    ):
-        raise ValueError(
-            "`shuffle` must give the same order on every worker. Received: "
-            "shuffle=True without a seed. Call "
-            "keras.utils.set_random_seed(number) with one number on every "
-            "worker, or pass shuffle=False."
-        )

@@ -105,24 +105,31 @@ def split_info(builder: Any, split: str) -> Any:
     return info
 
 
-def records(info: Any) -> tf.data.Dataset:
+def records(info: Any, first: int = 0) -> tf.data.Dataset:
     """Reads a split as it is stored, in its order.
 
     Args:
         info: What `split_info` returns.
+        first: The position to begin with, 0 to the number of examples. Files
+            before it are not opened. Default 0.
 
     Returns:
         A dataset of (position in the split, int64 []; `tf.train.Example`,
         serialized, string []).
     """
     files = info.file_instructions
+    skip = np.array([file.skip for file in files], np.int64)
+    take = np.array([file.take for file in files], np.int64)
+    left_out = np.clip(first - (np.cumsum(take) - take), 0, take)
     slices = (
-        [file.filename for file in files],
-        np.array([file.skip for file in files], np.int64),
-        np.array([file.take for file in files], np.int64),
+        np.array([file.filename for file in files], np.str_),
+        skip + left_out,
+        take - left_out,
     )
+    slices = tuple(column[left_out < take] for column in slices)
 
     def read(filename, skip, take):
         return tf.data.TFRecordDataset(filename).skip(skip).take(take)
 
-    return tf.data.Dataset.from_tensor_slices(slices).flat_map(read).enumerate()
+    dataset = tf.data.Dataset.from_tensor_slices(slices).flat_map(read)
+    return dataset.enumerate(start=first)
