@@ -93,7 +93,7 @@ def test_callbacks_of_keras_decide_the_same_everywhere(both):
         ("content of the data", "", ""),
         ("elements of the data", "float32", "float64"),
         ("number of batches of the data", "2", "3"),
-        ("optimizer", "'momentum': 0.0", "'momentum': 0.5"),
+        ("optimizer.momentum", "0.0", "0.5"),
         ("seed", "0", "1"),
     ],
 )

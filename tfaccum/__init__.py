@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
     from tfaccum.agreement import WorkerError
     from tfaccum.batching import BatchPlan
+    from tfaccum.checkpoint import Checkpoint, load
     from tfaccum.group_loss_scale import GroupLossScale
     from tfaccum.loss_scale import LossScale
     from tfaccum.model import Model
+    from tfaccum.run import Preempted
     from tfaccum.strategy import make_strategy
     from tfaccum.window import Update
 
@@ -21,23 +23,29 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchPlan",
+    "Checkpoint",
     "GradientAccumulator",
     "GroupLossScale",
     "LossScale",
     "Model",
+    "Preempted",
     "Update",
     "WorkerError",
+    "load",
     "make_strategy",
 ]
 
 _HOMES = {
     "BatchPlan": "batching",
+    "Checkpoint": "checkpoint",
     "GradientAccumulator": "accumulator",
     "GroupLossScale": "group_loss_scale",
     "LossScale": "loss_scale",
     "Model": "model",
+    "Preempted": "run",
     "Update": "window",
     "WorkerError": "agreement",
+    "load": "checkpoint",
     "make_strategy": "strategy",
 }
 

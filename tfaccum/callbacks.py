@@ -4,6 +4,7 @@ All of them read `model.last_updates` when a batch ends. There, one train call
 has left an entry for each of its updates: one, or `steps_per_execution`.
 """
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -43,6 +44,18 @@ class UpdateCallback(keras.callbacks.Callback):
         self.num_updates = int(
             tf.convert_to_tensor(self.model.optimizer.iterations)
         )
+
+    def get_state(self) -> dict[str, Any]:
+        """What a `tfaccum.Checkpoint` remembers of it, JSON values."""
+        return {
+            "num_updates": self.num_updates,
+            "skipped_updates": self.skipped_updates,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes up what `get_state` has returned."""
+        self.num_updates = state["num_updates"]
+        self.skipped_updates = state["skipped_updates"]
 
     def made_updates(self) -> Iterable[Update]:
         """The new updates of the last train call, in order.
@@ -332,6 +345,19 @@ class Curves(UpdateCallback):
     ) -> None:
         """Keeps the logs of the epoch."""
         self.epochs.append((self.num_updates, dict(logs or {})))
+
+    def get_state(self) -> dict[str, Any]:
+        """All updates and epochs so far, JSON values."""
+        return super().get_state() | {
+            "updates": [dataclasses.asdict(update) for update in self.updates],
+            "epochs": self.epochs,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes up what `get_state` has returned."""
+        super().set_state(state)
+        self.updates = [Update(**update) for update in state["updates"]]
+        self.epochs = [(number, logs) for number, logs in state["epochs"]]
 
     def as_dict(self) -> dict[str, list[float]]:
         """Lists of equal length: update, loss, learning_rate."""

@@ -29,6 +29,8 @@ EXAMPLE = (
 )
 # EX_TEMPFAIL of sysexits.h: the run was preempted and can be taken up again.
 EXIT_PREEMPTED = 75
+# In the environment of a launched worker: when the launcher was started.
+STARTED = "TFACCUM_STARTED"
 
 _KINDS = ("chief", "worker")
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")

@@ -6,258 +6,30 @@ have the same arguments, callbacks and results. A Keras "batch" stays a
 dataset batch: with K = 8 the progress bar moves by 8.
 """
 
-import functools
 import json
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
-from tfaccum.exponents import NUM_BINS, Exponents
-from tfaccum.feeding import (
-    NO_MORE_DATA,
-    Source,
-    any_number_of_rows,
-    next_elements,
-)
+from tfaccum.evaluation import Evaluation
+from tfaccum.feeding import Source
+from tfaccum.functions import in_step
 from tfaccum.loss_scale import LossScale
+from tfaccum.run import Position, Preempted, Run
 from tfaccum.update import described
-from tfaccum.window import Update, Window
+from tfaccum.window import Update
 
 
-def _in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Ends the call on all workers when it fails on one."""
-
-    @functools.wraps(method)
-    def on_all_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with agreement.shared_fate(self.distribute_strategy):
-            return method(self, *args, **kwargs)
-
-    return on_all_workers
-
-
-class HostLoop:
-    """`fit`, `evaluate`, `predict` and their one-batch forms, for a model."""
-
-    # Of the keras.Model that this is mixed into.
-    compiled: bool
-    distribute_strategy: Any
-    history: Any
-    optimizer: Any
-    run_eagerly: bool
-    steps_per_execution: int
-    trainable_variables: list
-    variables: list
-    predict_step: Any
-    test_step: Any
-    train_step: Any
-    overrides_train_step: bool
-    reset_metrics: Any
-
-    # Set by `compile`.
-    gradient_accumulation_steps = 1
-    micro_batch_size: int | None = None
-    accumulator_dtype: str | None = None
-    wire_dtype: str | None = None
-    loss_scale: Any = "auto"
-    on_nonfinite = "skip"
-    max_consecutive_skips = 20
-
-    # What happened at each update of the last call of the train function.
-    last_updates: tuple[Update, ...] = ()
-
-    # Whether exponents of gradients are counted, and those of the last window.
-    counts_exponents = False
-    last_exponents: Exponents | None = None
-
-    # Bytes that gradient sums take on one replica; 0 without accumulation.
-    accumulator_bytes = 0
-
-    @property
-    def _has_other_workers(self) -> bool:
-        return strategies.worker_index(self.distribute_strategy)[1] > 1
-
-    @property
-    def is_single_micro_step(self) -> bool:
-        """Whether a window is one micro-step on one replica."""
-        replicas = strategies.num_replicas(self.distribute_strategy)
-        return replicas == 1 and not self._accumulates()
-
-    def _accumulates(self) -> bool:
-        return (
-            self.gradient_accumulation_steps > 1
-            or self.micro_batch_size is not None
-        )
-
-    def reset_training_functions(self) -> None:
-        """Forgets traced functions and what has been warned about."""
-        self.train_function: Any = None
-        self.test_function: Any = None
-        self.predict_function: Any = None
-        self.last_updates = ()
-        self._skips_in_a_row = 0
-        self._warned: set[str] = set()
-
-    # --- Functions of an iterator ------------------------------------------
-
-    def make_train_function(self, force: bool = False) -> None:
-        """Makes `train_function(...) -> (logs, more, stopped)`."""
-        if self.train_function is not None and not force:
-            return
-        window = Window(self, self.train_step, accumulates=self._accumulates())
-        execute = self._function_of(window)
-
-        def train_function(
-            iterator: Any, batches: int, stops: bool = False
-        ) -> tuple[dict, bool, bool]:
-            logs, rows, counts, more, stopped = execute(
-                iterator, batches, self.gradient_accumulation_steps, stops
-            )
-            if self.counts_exponents:
-                self.last_exponents = Exponents(window.paths, counts)
-            self.last_updates = tuple(window.read(row) for row in rows)
-            self.accumulator_bytes = window.accumulator_bytes
-            return logs, more, stopped
-
-        self.train_function = train_function
-        self._train_window = window
-
-    def count_exponents(self, counts: bool) -> None:
-        """Whether `last_exponents` is filled; traces again when it changes."""
-        if counts != self.counts_exponents:
-            self.counts_exponents = counts
-            self.train_function = None
-
-    def make_test_function(self, force: bool = False) -> None:
-        """Makes `test_function(...) -> (logs, examples, more, stopped)`."""
-        if self.test_function is not None and not force:
-            return
-        window = Window(
-            self,
-            self.test_step,
-            accumulates=self.micro_batch_size is not None,
-        )
-        execute = self._function_of(window)
-
-        def test_function(
-            iterator: Any, batches: int, stops: bool = False
-        ) -> tuple[dict, int, bool, bool]:
-            logs, examples, _, more, stopped = execute(
-                iterator, batches, 1, stops
-            )
-            return logs, int(examples.sum()), more, stopped
-
-        self.test_function = test_function
-
-    def _function_of(self, window: Window) -> Any:
-        """Windows of `steps` batches until `batches` are used, as a function.
-
-        Traced once, whatever the number of steps.
-        """
-
-        def execute(
-            iterator: Any,
-            batches: tf.Tensor,
-            steps: tf.Tensor,
-            stops: tf.Tensor,
-        ) -> tuple[tf.Tensor, ...]:
-            if self.steps_per_execution == 1:
-                logs, row, counts, more, stopped = window.run(
-                    iterator, batches, stops
-                )
-                return logs, row[tf.newaxis], counts, more, stopped
-
-            def body(
-                done: tf.Tensor, _m: Any, _s: Any, _l: Any, _c: Any, rows: Any
-            ) -> tuple:
-                logs, row, counts, more, stopped = window.run(
-                    iterator, tf.minimum(steps, batches - done), stops
-                )
-                rows = tf.concat([rows, row[tf.newaxis]], 0)
-                return done + steps, more, stopped, logs, counts, rows
-
-            fields = window.num_fields
-            start = (
-                tf.constant(0),
-                tf.constant(True),
-                tf.constant(False),
-                tf.zeros([0]),
-                tf.zeros([0, NUM_BINS]),
-                tf.zeros([0, fields], tf.float64),
-            )
-            _, more, stopped, logs, counts, rows = tf.while_loop(
-                lambda done, more, stopped, *_: (
-                    (done < batches) & more & ~stopped
-                ),
-                body,
-                start,
-                shape_invariants=(
-                    tf.TensorShape([]),
-                    tf.TensorShape([]),
-                    tf.TensorShape([]),
-                    tf.TensorShape([None]),
-                    tf.TensorShape([None, NUM_BINS]),
-                    tf.TensorShape([None, fields]),
-                ),
-            )
-            return logs, rows, counts, more, stopped
-
-        if not self.run_eagerly:
-            execute = tf.function(execute, autograph=False)
-
-        prepared_for = None
-
-        def function(
-            iterator: Any, batches: int, steps: int, stops: bool
-        ) -> tuple:
-            nonlocal prepared_for
-            if iterator.element_spec != prepared_for:
-                window.prepare(iterator.element_spec)
-                prepared_for = iterator.element_spec
-            logs, rows, counts, more, stopped = execute(
-                iterator,
-                tf.constant(batches),
-                tf.constant(steps),
-                tf.constant(stops),
-            )
-            named = dict(
-                zip(window.log_names, logs.numpy().tolist(), strict=True)
-            )
-            return (
-                named,
-                rows.numpy(),
-                counts.numpy(),
-                bool(more),
-                bool(stopped),
-            )
-
-        return function
-
-    def make_predict_function(self, force: bool = False) -> None:
-        """Makes `predict_function(iterator) -> (rows, last, outputs)`."""
-        if self.predict_function is not None and not force:
-            return
-
-        strategy = self.distribute_strategy
-
-        def predict_function(iterator: Any) -> tuple:
-            rows, last, data = next_elements(iterator, strategy)
-            batch = keras_private.per_replica(data)
-            outputs = strategy.run(self.predict_step, args=(batch,))
-            return rows[0], last[0], outputs
-
-        if not self.run_eagerly:
-            predict_function = tf.function(predict_function, autograph=False)
-        self.predict_function = predict_function
+class HostLoop(Evaluation):
+    """`fit` and `train_on_batch`."""
 
     # --- Training ----------------------------------------------------------
 
-    @_in_step
+    @in_step
     def fit(
         self,
         x: Any = None,
@@ -318,7 +90,7 @@ class HostLoop:
                     (x, y, sample_weight), validation_split
                 )
             )
-        source = self._source(
+        source = self._make_source(
             x,
             y=y,
             sample_weight=sample_weight,
@@ -330,7 +102,7 @@ class HostLoop:
         validation = None
         if validation_data is not None:
             val_x, val_y, val_weight = _unpacked(validation_data)
-            validation = self._source(
+            validation = self._make_source(
                 val_x,
                 y=val_y,
                 sample_weight=val_weight,
@@ -350,30 +122,62 @@ class HostLoop:
         callbacks = self._callbacks(
             callbacks, verbose, source, epochs=epochs, add_history=True
         )
-        self.stop_training = False
         self.make_train_function()
+        self.train_window.prepare(source.element_spec)
+        run = self.current_run = Run(self, source, initial_epoch)
+        run.callbacks = callbacks.callbacks
+        with run.until_end:
+            return self._fit(
+                run, source, validation, callbacks, epochs, validation_freq
+            )
+
+    def _fit(
+        self,
+        run: Run,
+        source: Source,
+        validation: Source | None,
+        callbacks: Any,
+        epochs: int,
+        validation_freq: Any,
+    ) -> keras.callbacks.History:
+        """The epochs of `fit`."""
+        self.stop_training = False
         callbacks.on_train_begin()
+        if (first := keras_private.initial_epoch(self)) is not None:
+            run.position = Position(first)  # By Keras' BackupAndRestore.
+        first = run.position.epoch
         logs: dict[str, float] = {}
-        first = keras_private.initial_epoch(self) or initial_epoch
         for epoch in range(first, epochs):
-            self.reset_metrics()
+            if not run.position.batch:
+                self.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            logs = self._train_epoch(source, epoch, callbacks)
+            logs = self._train_epoch(run, source, callbacks)
+            self._end_if_preempted(run, callbacks)
             if validation is not None and keras_private.should_evaluate(
                 self, epoch, validation_freq
             ):
                 val_logs = self._evaluate(validation, callbacks)
                 logs.update({f"val_{k}": v for k, v in val_logs.items()})
+            run.position = Position(epoch + 1)
             callbacks.on_epoch_end(epoch, logs)
             self.stop_training = agreement.any_worker(
                 self.distribute_strategy, self.stop_training
             )
             if self.stop_training:
+                self._end_if_preempted(run, callbacks)
                 break
         if epochs > first:
             self._finalize()
         callbacks.on_train_end(logs)
         return self.history
+
+    def _end_if_preempted(self, run: Run, callbacks: Any) -> None:
+        run.is_preempted = agreement.any_worker(
+            self.distribute_strategy, run.is_preempted
+        )
+        if run.is_preempted:
+            callbacks.on_train_end(run.logs)
+            raise Preempted
 
     def _training_facts(self) -> dict[str, Any]:
         """What makes two workers train differently, by name."""
@@ -388,26 +192,10 @@ class HostLoop:
         )
         return {
             **{name: getattr(self, name) for name in names},
-            "optimizer": described(self.optimizer),
+            **described(self.optimizer),
             "seed": keras_private.global_seed(),
             **{f"shape of {v.path}": tuple(v.shape) for v in self.variables},
         }
-
-    def _check_same(
-        self, sources: dict[str, Source | None], **facts: Any
-    ) -> None:
-        """Refuses to begin when a worker is about to do something else."""
-        if not self._has_other_workers:
-            return
-        given = {name: s for name, s in sources.items() if s is not None}
-        for name, source in given.items():
-            facts |= {f"{k} of the {name}": v for k, v in source.facts.items()}
-        agreement.check_same(self.distribute_strategy, facts)
-        for source in given.values():
-            if source.is_share:
-                agreement.check_shares(
-                    self.distribute_strategy, source.first_batches()
-                )
 
     def _say_if_windows_are_short(self, source: Source) -> None:
         steps, batches = self.gradient_accumulation_steps, source.num_batches
@@ -420,24 +208,22 @@ class HostLoop:
 
     def _finalize(self) -> None:
         """Lets optimizers with a moving average set the weights to it."""
-        for trained in self._train_window.trained:
+        for trained in self.train_window.trained:
             if trained.variables:
                 trained.optimizer.finalize_variable_values(
                     trained.all_variables
                 )
 
     def _train_epoch(
-        self, source: Source, epoch: int, callbacks: Any
+        self, run: Run, source: Source, callbacks: Any
     ) -> dict[str, float]:
-        """All windows of one epoch; returns its logs."""
-        iterator = source.begin_epoch(epoch)
-        batches_per_call = (
-            self.steps_per_execution * self.gradient_accumulation_steps
-        )
-        total, done, more, stops = source.num_batches, 0, True, False
-        logs: dict[str, float] = {}
+        """The windows of one epoch from `run.position`; returns its logs."""
+        epoch, done = run.position.epoch, run.position.batch
+        iterator = source.begin_epoch(epoch, done if run.is_resumed else None)
+        total, more, stops = source.num_batches, True, False
+        logs, run.logs = run.logs, {}
         while more and (total is None or done < total):
-            batches = batches_per_call
+            batches = self._batches_of_a_call(run)
             if total is not None:
                 batches = min(batches, total - done)
             callbacks.on_train_batch_begin(done)
@@ -450,8 +236,9 @@ class HostLoop:
             if not more and not any(u.examples for u in self.last_updates):
                 break
             self._check_updates()
-            logs = results
+            logs = run.logs = results
             done += batches
+            run.position = Position(epoch, done)
             callbacks.on_train_batch_end(done - 1, logs)
             stops = self.stop_training
             if stops and not self._has_other_workers:
@@ -464,6 +251,14 @@ class HostLoop:
             )
         source.end_epoch(done, exhausted=not more)
         return dict(logs)
+
+    def _batches_of_a_call(self, run: Run) -> int:
+        """Dataset batches of the next call of the train function."""
+        windows = self.steps_per_execution
+        if run.pauses_every is not None:
+            since_pause = run.num_updates % run.pauses_every
+            windows = min(windows, run.pauses_every - since_pause)
+        return windows * self.gradient_accumulation_steps
 
     @property
     def loss_scale_floor(self) -> float:
@@ -482,13 +277,13 @@ class HostLoop:
                 )
             if self.on_nonfinite == "apply":
                 continue
-            self._skips_in_a_row = (
-                self._skips_in_a_row + 1 if update.skipped else 0
+            self.skips_in_a_row = (
+                self.skips_in_a_row + 1 if update.skipped else 0
             )
             limit = self.max_consecutive_skips
             if self.on_nonfinite == "raise":
                 limit = 1
-            if self._skips_in_a_row >= limit:
+            if self.skips_in_a_row >= limit:
                 raise RuntimeError(self._lost_run(update))
 
     def _lost_run(self, update: Update) -> str:
@@ -504,7 +299,7 @@ class HostLoop:
             )
         loss = "finite" if math.isfinite(update.loss) else "not finite itself"
         return (
-            f"Gradients must be finite; {self._skips_in_a_row} updates in a "
+            f"Gradients must be finite; {self.skips_in_a_row} updates in a "
             f"row were skipped. Received: in the window after update "
             f"{update.update} {where} was not finite; the loss was "
             f"{update.loss} ({loss}), the loss scale {update.loss_scale}. The "
@@ -523,7 +318,7 @@ class HostLoop:
                 return replica, variable
         return None, None
 
-    @_in_step
+    @in_step
     def train_on_batch(
         self,
         x: Any,
@@ -555,250 +350,9 @@ class HostLoop:
         self._check_updates()
         return self._batch_result(logs, return_dict)
 
-    # --- Evaluation --------------------------------------------------------
-
-    @_in_step
-    def evaluate(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        verbose: Any = "auto",
-        sample_weight: Any = None,
-        steps: int | None = None,
-        callbacks: Any = None,
-        return_dict: bool = False,
-    ) -> Any:
-        """Loss and metrics over all replicas and workers; as in Keras."""
-        self._check_compiled("evaluate")
-        source = self._source(
-            x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps=steps,
-        )
-        self._check_same({"data": source})
-        callbacks = self._callbacks(callbacks, verbose, source)
-        logs = self._evaluate(source, callbacks)
-        return self._batch_result(logs, return_dict)
-
-    def _evaluate(self, source: Source, callbacks: Any) -> dict[str, float]:
-        self._build(source.spec)
-        self.make_test_function()
-        self.stop_evaluating = False
-        callbacks.on_test_begin()
-        self.reset_metrics()
-        iterator = source.begin_epoch(0)
-        total, done, more, stops = source.num_batches, 0, True, False
-        logs: dict[str, float] = {}
-        while more and (total is None or done < total):
-            batches = self.steps_per_execution
-            if total is not None:
-                batches = min(batches, total - done)
-            callbacks.on_test_batch_begin(done)
-            results, examples, more, stopped = self.test_function(
-                iterator, batches, stops
-            )
-            if stopped or (not examples and not more):
-                break
-            logs = results
-            done += batches
-            callbacks.on_test_batch_end(done - 1, logs)
-            stops = self.stop_evaluating
-            if stops and not self._has_other_workers:
-                break
-        source.end_epoch(done, exhausted=not more)
-        callbacks.on_test_end(logs)
-        return dict(logs)
-
-    @_in_step
-    def test_on_batch(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        return_dict: bool = False,
-    ) -> Any:
-        """Loss and metrics of one batch; as in Keras."""
-        self._check_compiled("test_on_batch")
-        source = self._batch_source(x, y, sample_weight)
-        self._build(source.spec)
-        self.make_test_function()
-        self.reset_metrics()
-        logs, *_ = self.test_function(source.begin_epoch(0), 1)
-        return self._batch_result(logs, return_dict)
-
-    # --- Prediction --------------------------------------------------------
-
-    @_in_step
-    def predict(
-        self,
-        x: Any,
-        batch_size: int | None = None,
-        verbose: Any = "auto",
-        steps: int | None = None,
-        callbacks: Any = None,
-    ) -> Any:
-        """Outputs for all rows, in order, on every worker; as in Keras."""
-        source = self._source(x, batch_size=batch_size, steps=steps)
-        self._check_same({"data": source})
-        callbacks = self._callbacks(callbacks, verbose, source)
-        self.make_predict_function()
-        self.stop_predicting = False
-        callbacks.on_predict_begin()
-        iterator = source.begin_epoch(0)
-        total, done = source.num_batches, 0
-        outputs = []
-        while total is None or done < total:
-            callbacks.on_predict_batch_begin(done)
-            batch = self._predict_batch(iterator)
-            if batch is None:
-                break
-            outputs.append(batch)
-            callbacks.on_predict_batch_end(done, {"outputs": batch})
-            done += 1
-            if self.stop_predicting:
-                break
-        callbacks.on_predict_end()
-        if not outputs:
-            raise ValueError(
-                "`x` must yield at least one batch. Received: no data."
-            )
-        return self._all_rows(outputs)
-
-    @_in_step
-    def predict_on_batch(self, x: Any) -> Any:
-        """Outputs for one batch; as in Keras."""
-        self.make_predict_function()
-        batch = self._predict_batch(self._batch_source(x).begin_epoch(0))
-        return self._all_rows([batch])
-
-    def _predict_batch(self, iterator: Any) -> Any:
-        """This worker's outputs for one dataset batch; None without data."""
-        strategy = self.distribute_strategy
-        parts: list[tuple] = []
-        last = False
-        while not last:
-            rows, lasts, outputs = self.predict_function(iterator)
-            if int(rows) == NO_MORE_DATA:
-                return None
-            last = bool(lasts)
-            flat = [
-                strategy.experimental_local_results(output)
-                for output in keras.tree.flatten(outputs)
-            ]
-            parts.extend(zip(*flat, strict=True))
-        return keras.tree.pack_sequence_as(
-            outputs, [_concat(column) for column in zip(*parts, strict=True)]
-        )
-
-    def _all_rows(self, batches: list[Any]) -> Any:
-        """Outputs of all batches over all workers, as numpy, in order."""
-        strategy = self.distribute_strategy
-        if self._has_other_workers:  # A callback may have stopped one early.
-            counts = agreement.exchange(strategy, str(len(batches)))
-            batches = batches[: min(map(int, counts))]
-        flat = [keras.tree.flatten(batch) for batch in batches]
-        columns = [list(column) for column in zip(*flat, strict=True)]
-        if self._has_other_workers:
-            columns = [_gathered(strategy, column) for column in columns]
-        return keras.tree.pack_sequence_as(
-            batches[0],
-            [keras_private.concat_outputs(column) for column in columns],
-        )
-
-    # --- Small parts -------------------------------------------------------
-
-    def _source(self, x: Any, **arguments: Any) -> Source:
-        return Source(
-            self.distribute_strategy,
-            x,
-            micro_batch_size=self.micro_batch_size,
-            **arguments,
-        )
-
-    def _batch_source(
-        self, x: Any, y: Any = None, sample_weight: Any = None
-    ) -> Source:
-        """The source whose one batch is this one."""
-        batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
-        return self._source(any_number_of_rows(batch))
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, stacklevel=3)
-
-    def _build(self, spec: Any) -> None:
-        """Creates all variables before anything is traced."""
-        try:
-            with self.distribute_strategy.scope():
-                keras_private.symbolic_build(self, spec)
-        except (RuntimeError, NotImplementedError):
-            # A model with a step of its own need not be callable on its data;
-            # its layers are then built by their maker.
-            if not self.overrides_train_step:
-                raise
-
-    def _callbacks(
-        self,
-        callbacks: Any,
-        verbose: Any,
-        source: Source,
-        epochs: int = 1,
-        add_history: bool = False,
-    ) -> keras.callbacks.CallbackList:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            return callbacks
-        return keras.callbacks.CallbackList(
-            callbacks,
-            add_history=add_history,
-            add_progbar=verbose != 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=source.num_batches,
-            model=self,
-        )
-
-    def _batch_result(self, logs: dict[str, float], return_dict: bool) -> Any:
-        if return_dict:
-            return logs
-        return keras_private.flatten_metrics(self, logs)
-
-    def _check_compiled(self, method: str) -> None:
-        if not self.compiled:
-            raise ValueError(
-                f"`compile` must be called before `{method}`. Received: a "
-                "model that is not compiled."
-            )
-
 
 def _unpacked(data: Any) -> tuple[Any, Any, Any]:
     """Validation data: a tuple of arrays, or anything else as `x`."""
     if isinstance(data, tuple | list):
         return keras.utils.unpack_x_y_sample_weight(tuple(data))
     return data, None, None
-
-
-def _concat(parts: Any) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    return tf.concat(parts, axis=0)
-
-
-def _gathered(
-    strategy: tf.distribute.Strategy, batches: list[tf.Tensor]
-) -> list[tf.Tensor]:
-    """All workers' rows of each batch, in the order of the workers."""
-    _, workers = strategies.worker_index(strategy)
-    sizes = tf.constant([[len(batch) for batch in batches]])
-    sizes = agreement.gather(strategy, sizes).numpy()
-    rows = agreement.gather(strategy, tf.concat(batches, 0))
-    pieces = tf.split(rows, sizes.ravel())
-    per_worker = [
-        pieces[worker * len(batches) : (worker + 1) * len(batches)]
-        for worker in range(workers)
-    ]
-    return [tf.concat(parts, 0) for parts in zip(*per_worker, strict=True)]

@@ -69,21 +69,27 @@ def check_home(
         )
 
 
-def described(optimizer: keras.optimizers.Optimizer) -> str:
-    """Kind and settings of an optimizer, equal where they are, as text."""
+def described(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Kind and settings of an optimizer, flat: plain values by name."""
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(part) for name, part in value.items()}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        return type(value).__name__
+    def add(prefix: str, config: dict[str, Any]) -> None:
+        for name, value in config.items():
+            if isinstance(value, dict):
+                add(f"{prefix}.{name}", value)
+            elif name != "name":  # Depends on what was made before.
+                plain = value is None or isinstance(
+                    value, bool | int | float | str
+                )
+                found[f"{prefix}.{name}"] = (
+                    value if plain else type(value).__name__
+                )
 
     try:
-        config = optimizer.get_config()
+        add("optimizer", optimizer.get_config())
     except NotImplementedError:  # A schedule of the user's own, for instance.
-        config = {}
-    return f"{type(optimizer).__name__} {plain(config)}"
+        pass
+    return found
 
 
 def build_optimizer(

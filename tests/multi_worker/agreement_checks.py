@@ -202,7 +202,7 @@ def differences(strategy):
         "number of batches of the data": refused(
             lambda: fit(x, batch_size=4 - mine)
         ),
-        "optimizer": refused(
+        "optimizer.momentum": refused(
             lambda: fit(
                 optimizer=lambda: keras.optimizers.SGD(1.0, momentum=mine / 2)
             )

@@ -7,7 +7,8 @@ The command behind `--` runs once per worker, with
 * TF_CONFIG: the workers on free ports of 127.0.0.1, and which one it is;
 * CUDA_VISIBLE_DEVICES: its share of the GPUs, if there are any;
 * TF_NUM_INTRAOP_THREADS and OMP_NUM_THREADS: its share of the cores;
-* TFACCUM_RESTART: how often the group has been started again, from 0.
+* TFACCUM_RESTART: how often the group has been started again, from 0;
+* TFACCUM_STARTED: when the launcher was started, the same after a restart.
 
 On the console, standard output is that of worker 0 alone, untouched; lines on
 standard error are shown from all, with the worker in front. Everything is in

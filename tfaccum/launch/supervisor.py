@@ -3,7 +3,7 @@
 import signal
 import time
 
-from tfaccum.cluster import EXIT_PREEMPTED, Cluster
+from tfaccum.cluster import EXIT_PREEMPTED, STARTED, Cluster
 from tfaccum.launch.console import Console
 from tfaccum.launch.options import Options
 from tfaccum.launch.worker import Worker, free_ports
@@ -27,6 +27,7 @@ class Supervisor:
         self._console = Console(options.log_dir)
         self._workers: list[Worker] = []
         self._signals: list[int] = []
+        self._started = time.strftime("%Y%m%d-%H%M%S")
 
     def run(self) -> int:
         """Supervises until the end; returns the exit code.
@@ -75,7 +76,11 @@ class Supervisor:
                     worker = Worker(
                         Cluster(addresses, index, "tfaccum-launch"),
                         self._options.command,
-                        {**environment, RESTART: str(restart)},
+                        {
+                            **environment,
+                            STARTED: self._started,
+                            RESTART: str(restart),
+                        },
                         self._console.terminal if index == 0 else None,
                     )
                     self._workers.append(worker)

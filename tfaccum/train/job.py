@@ -47,7 +47,9 @@ with _quiet():
 from tfaccum import callbacks as progress  # noqa: E402
 from tfaccum import feeding  # noqa: E402
 from tfaccum import strategy as strategies  # noqa: E402
+from tfaccum.checkpoint import Checkpoint  # noqa: E402
 from tfaccum.model import Model  # noqa: E402
+from tfaccum.run import Preempted  # noqa: E402
 from tfaccum.train.report import (  # noqa: E402
     Results,
     add_verification,
@@ -65,13 +67,22 @@ from tfaccum.train.verify import (  # noqa: E402
 def run(options: Options) -> int:
     """Trains as asked; returns the exit code.
 
+    A run that was asked to end returns `tfaccum.cluster.EXIT_PREEMPTED`.
+
     Raises:
         UsageError: If the devices, the batch plan, the data or the arguments
             of `compile` turn out to be impossible.
         StartError: If the workers of a cluster cannot start together.
     """
     job = _Job(options)
-    initial = job.train()
+    try:
+        initial = job.train()
+    except Preempted as end:
+        job.say(
+            "Asked to end: saved, and to be taken up by the same command "
+            f"with --model_dir={options.model_dir}"
+        )
+        return int(end.code or 0)
     if not options.verify_updates:
         return 0
     return 0 if job.verify(initial).equal is not False else 1
@@ -88,6 +99,15 @@ class _Job:
             strategies.num_replicas(self.strategy), _named(self.strategy)
         )
         self.is_chief = strategies.worker_index(self.strategy)[0] == 0
+        self.checkpoint = Checkpoint(
+            options.model_dir,
+            save_every_updates=options.save_every_updates,
+            save_best=options.save_best,
+            keep=options.keep,
+            resume=options.resume,
+            max_run_seconds=options.max_run_seconds,
+            allow_changes=options.allow_changes,
+        )
         self.say(_describe(self.plan, options))
         keras.utils.set_random_seed(options.seed)
         keras.config.set_dtype_policy(options.precision)
@@ -150,6 +170,7 @@ class _Job:
                 throughput,
                 curves,
                 initial,
+                self.checkpoint,
             ],
         )
         results = Results(

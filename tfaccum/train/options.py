@@ -20,10 +20,11 @@ from absl import flags
 
 from tfaccum import cluster as clusters
 from tfaccum.batching import BatchPlan
-from tfaccum.cluster import Cluster
+from tfaccum.cluster import EXIT_PREEMPTED, STARTED, Cluster
 from tfaccum.rendezvous import TIMEOUT
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker")
+RESUME = ("auto", "must", "never")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 # What an experiment file has to define.
@@ -75,6 +76,14 @@ _GROUPS = {
         "collective_timeout",
     ),
     "Files": ("model_dir", "data_dir"),
+    "Checkpoints, in --model_dir": (
+        "resume",
+        "save_every_updates",
+        "save_best",
+        "keep",
+        "max_run_seconds",
+        "allow_changes",
+    ),
     "Afterwards": ("verify_updates",),
 }
 _PLACEHOLDERS = {
@@ -143,6 +152,12 @@ class Options:
     collective_timeout: float
     model_dir: Path
     data_dir: str | None
+    resume: str
+    save_every_updates: int | None
+    save_best: str | None
+    keep: int
+    max_run_seconds: float | None
+    allow_changes: bool
     verify_updates: int
     flags: Mapping[str, Any]
 
@@ -224,12 +239,14 @@ def parse(argv: Sequence[str]) -> Options | None:
     cluster = _find_cluster(values)
     _check_devices(values, cluster)
     if values["model_dir"].value is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
+        # A launcher that starts the workers again goes on in one directory.
+        now = time.strftime("%Y%m%d-%H%M%S")
+        stamp = os.environ.get(STARTED, now)
         values["model_dir"].value = f"runs/{path.stem}-{stamp}"
     options = _options(values, path, sizes, sources, cluster)
     _check_plan(options)
     if cluster is None or cluster.index == 0:
-        _check_model_dir(options.model_dir)
+        _check_model_dir(options.model_dir, options.resume)
     return options
 
 
@@ -346,8 +363,12 @@ def _define_flags() -> flags.FlagValues:
     )
     integer("virtual_devices", None, "replicas to make of the CPU", 1)
     _define_cluster_flags(values)
-    string("model_dir", "new; default runs/<experiment>-<time>")
+    string(
+        "model_dir",
+        "new, or of a run to go on with; default\nruns/<experiment>-<time>",
+    )
     string("data_dir", "of TensorFlow Datasets; default its own")
+    _define_checkpoint_flags(values)
     integer(
         "verify_updates",
         0,
@@ -359,6 +380,48 @@ def _define_flags() -> flags.FlagValues:
     for name in ("help", "helpshort"):
         boolean(name, "print this")
     return values
+
+
+def _define_checkpoint_flags(values: flags.FlagValues) -> None:
+    """The flags of saving a run and going on with it."""
+    flags.DEFINE_enum(
+        "resume",
+        "auto",
+        RESUME,
+        "go on with the newest checkpoint: auto, if there is\n"
+        "one; must; never. Default auto",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "save_every_updates",
+        None,
+        "besides the end of each epoch",
+        lower_bound=1,
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "save_best",
+        None,
+        "keep the best too, by a metric such as val_loss",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "keep", 3, "newest checkpoints", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_float(
+        "max_run_seconds",
+        None,
+        "then end after the update, with a checkpoint and\n"
+        f"exit code {EXIT_PREEMPTED}, as for SIGTERM",
+        lower_bound=1.0,
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "allow_changes",
+        False,
+        "go on although model, optimizer or global batch\nhave changed",
+        flag_values=values,
+    )
 
 
 def _define_cluster_flags(values: flags.FlagValues) -> None:
@@ -588,7 +651,7 @@ def _replicas_source(options: Options) -> str:
     return f"--strategy={options.strategy}"
 
 
-def _check_model_dir(model_dir: Path) -> None:
+def _check_model_dir(model_dir: Path, resume: str) -> None:
     """Makes the directory and writes to it, to see that it can be done."""
     try:
         is_new = not model_dir.exists()
@@ -603,9 +666,15 @@ def _check_model_dir(model_dir: Path) -> None:
             "--model_dir must be a directory that can be written. Received: "
             f"--model_dir={model_dir} ({error.strerror})."
         ) from error
-    if used:
+    has_run = (model_dir / "checkpoints").is_dir()
+    if resume == "must" and not has_run:
         raise UsageError(
-            "--model_dir must be new or empty, or the curves of two runs "
-            f"would be mixed. Received: --model_dir={model_dir}, which is not "
-            "empty."
+            "--model_dir must hold a run to go on with. Received: "
+            f"--resume=must --model_dir={model_dir}, which has no checkpoints."
+        )
+    if used and (resume == "never" or not has_run):
+        raise UsageError(
+            "--model_dir must be new or empty, or hold a run to go on with, "
+            "or the files of two runs would be mixed. Received: "
+            f"--resume={resume} --model_dir={model_dir}, which is not empty."
         )

@@ -1,0 +1,330 @@
+"""The functions of an iterator that train, test and predict, traced once."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import agreement, keras_private
+from tfaccum import strategy as strategies
+from tfaccum.exponents import NUM_BINS, Exponents
+from tfaccum.feeding import Source, any_number_of_rows, next_elements
+from tfaccum.window import Update, Window
+
+
+def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Ends the call on all workers when it fails on one."""
+
+    @functools.wraps(method)
+    def on_all_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with agreement.shared_fate(self.distribute_strategy):
+            return method(self, *args, **kwargs)
+
+    return on_all_workers
+
+
+class Functions:
+    """What `fit`, `evaluate` and `predict` of a model call and share."""
+
+    # Of the keras.Model that this is mixed into.
+    compiled: bool
+    distribute_strategy: Any
+    history: Any
+    optimizer: Any
+    run_eagerly: bool
+    steps_per_execution: int
+    trainable_variables: list
+    variables: list
+    predict_step: Any
+    test_step: Any
+    train_step: Any
+    overrides_train_step: bool
+    reset_metrics: Any
+
+    # Set by `compile`.
+    gradient_accumulation_steps = 1
+    micro_batch_size: int | None = None
+    accumulator_dtype: str | None = None
+    wire_dtype: str | None = None
+    loss_scale: Any = "auto"
+    on_nonfinite = "skip"
+    max_consecutive_skips = 20
+
+    # What happened at each update of the last call of the train function.
+    last_updates: tuple[Update, ...] = ()
+
+    # The call of `fit` that is going on, for its callbacks.
+    current_run: Any = None
+
+    # How many updates in a row were skipped.
+    skips_in_a_row = 0
+
+    # Whether exponents of gradients are counted, and those of the last window.
+    counts_exponents = False
+    last_exponents: Exponents | None = None
+
+    # Bytes that gradient sums take on one replica; 0 without accumulation.
+    accumulator_bytes = 0
+
+    @property
+    def _has_other_workers(self) -> bool:
+        return strategies.worker_index(self.distribute_strategy)[1] > 1
+
+    @property
+    def is_single_micro_step(self) -> bool:
+        """Whether a window is one micro-step on one replica."""
+        replicas = strategies.num_replicas(self.distribute_strategy)
+        return replicas == 1 and not self._accumulates()
+
+    def _accumulates(self) -> bool:
+        return (
+            self.gradient_accumulation_steps > 1
+            or self.micro_batch_size is not None
+        )
+
+    def reset_training_functions(self) -> None:
+        """Forgets traced functions and what has been warned about."""
+        self.train_function: Any = None
+        self.test_function: Any = None
+        self.predict_function: Any = None
+        self.last_updates = ()
+        self.skips_in_a_row = 0
+        self._warned: set[str] = set()
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Makes `train_function(...) -> (logs, more, stopped)`."""
+        if self.train_function is not None and not force:
+            return
+        window = Window(self, self.train_step, accumulates=self._accumulates())
+        execute = self._function_of(window)
+
+        def train_function(
+            iterator: Any, batches: int, stops: bool = False
+        ) -> tuple[dict, bool, bool]:
+            logs, rows, counts, more, stopped = execute(
+                iterator, batches, self.gradient_accumulation_steps, stops
+            )
+            if self.counts_exponents:
+                self.last_exponents = Exponents(window.paths, counts)
+            self.last_updates = tuple(window.read(row) for row in rows)
+            self.accumulator_bytes = window.accumulator_bytes
+            return logs, more, stopped
+
+        self.train_function = train_function
+        self.train_window = window
+
+    def count_exponents(self, counts: bool) -> None:
+        """Whether `last_exponents` is filled; traces again when it changes."""
+        if counts != self.counts_exponents:
+            self.counts_exponents = counts
+            self.train_function = None
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Makes `test_function(...) -> (logs, examples, more, stopped)`."""
+        if self.test_function is not None and not force:
+            return
+        window = Window(
+            self,
+            self.test_step,
+            accumulates=self.micro_batch_size is not None,
+        )
+        execute = self._function_of(window)
+
+        def test_function(
+            iterator: Any, batches: int, stops: bool = False
+        ) -> tuple[dict, int, bool, bool]:
+            logs, examples, _, more, stopped = execute(
+                iterator, batches, 1, stops
+            )
+            return logs, int(examples.sum()), more, stopped
+
+        self.test_function = test_function
+
+    def _function_of(self, window: Window) -> Any:
+        """Windows of `steps` batches until `batches` are used, as a function.
+
+        Traced once, whatever the number of steps.
+        """
+
+        def execute(
+            iterator: Any,
+            batches: tf.Tensor,
+            steps: tf.Tensor,
+            stops: tf.Tensor,
+        ) -> tuple[tf.Tensor, ...]:
+            if self.steps_per_execution == 1:
+                logs, row, counts, more, stopped = window.run(
+                    iterator, batches, stops
+                )
+                return logs, row[tf.newaxis], counts, more, stopped
+
+            def body(
+                done: tf.Tensor, _m: Any, _s: Any, _l: Any, _c: Any, rows: Any
+            ) -> tuple:
+                logs, row, counts, more, stopped = window.run(
+                    iterator, tf.minimum(steps, batches - done), stops
+                )
+                rows = tf.concat([rows, row[tf.newaxis]], 0)
+                return done + steps, more, stopped, logs, counts, rows
+
+            fields = window.num_fields
+            start = (
+                tf.constant(0),
+                tf.constant(True),
+                tf.constant(False),
+                tf.zeros([0]),
+                tf.zeros([0, NUM_BINS]),
+                tf.zeros([0, fields], tf.float64),
+            )
+            _, more, stopped, logs, counts, rows = tf.while_loop(
+                lambda done, more, stopped, *_: (
+                    (done < batches) & more & ~stopped
+                ),
+                body,
+                start,
+                shape_invariants=(
+                    tf.TensorShape([]),
+                    tf.TensorShape([]),
+                    tf.TensorShape([]),
+                    tf.TensorShape([None]),
+                    tf.TensorShape([None, NUM_BINS]),
+                    tf.TensorShape([None, fields]),
+                ),
+            )
+            return logs, rows, counts, more, stopped
+
+        if not self.run_eagerly:
+            execute = tf.function(execute, autograph=False)
+
+        prepared_for = None
+
+        def function(
+            iterator: Any, batches: int, steps: int, stops: bool
+        ) -> tuple:
+            nonlocal prepared_for
+            if iterator.element_spec != prepared_for:
+                window.prepare(iterator.element_spec)
+                prepared_for = iterator.element_spec
+            logs, rows, counts, more, stopped = execute(
+                iterator,
+                tf.constant(batches),
+                tf.constant(steps),
+                tf.constant(stops),
+            )
+            named = dict(
+                zip(window.log_names, logs.numpy().tolist(), strict=True)
+            )
+            return (
+                named,
+                rows.numpy(),
+                counts.numpy(),
+                bool(more),
+                bool(stopped),
+            )
+
+        return function
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Makes `predict_function(iterator) -> (rows, last, outputs)`."""
+        if self.predict_function is not None and not force:
+            return
+
+        strategy = self.distribute_strategy
+
+        def predict_function(iterator: Any) -> tuple:
+            rows, last, data = next_elements(iterator, strategy)
+            batch = keras_private.per_replica(data)
+            outputs = strategy.run(self.predict_step, args=(batch,))
+            return rows[0], last[0], outputs
+
+        if not self.run_eagerly:
+            predict_function = tf.function(predict_function, autograph=False)
+        self.predict_function = predict_function
+
+    # --- What `fit`, `evaluate` and `predict` share ------------------------
+
+    def _make_source(self, x: Any, **arguments: Any) -> Source:
+        return Source(
+            self.distribute_strategy,
+            x,
+            micro_batch_size=self.micro_batch_size,
+            **arguments,
+        )
+
+    def _batch_source(
+        self, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> Source:
+        """The source whose one batch is this one."""
+        batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+        return self._make_source(any_number_of_rows(batch))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=3)
+
+    def _build(self, spec: Any) -> None:
+        """Creates all variables before anything is traced."""
+        try:
+            with self.distribute_strategy.scope():
+                keras_private.symbolic_build(self, spec)
+        except (RuntimeError, NotImplementedError):
+            # A model with a step of its own need not be callable on its data;
+            # its layers are then built by their maker.
+            if not self.overrides_train_step:
+                raise
+
+    def _callbacks(
+        self,
+        callbacks: Any,
+        verbose: Any,
+        source: Source,
+        epochs: int = 1,
+        add_history: bool = False,
+    ) -> keras.callbacks.CallbackList:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        container = keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=source.num_batches,
+            model=self,
+        )
+        # One that saves what the others remember comes after them.
+        container.callbacks.sort(key=lambda c: getattr(c, "runs_last", False))
+        return container
+
+    def _batch_result(self, logs: dict[str, float], return_dict: bool) -> Any:
+        if return_dict:
+            return logs
+        return keras_private.flatten_metrics(self, logs)
+
+    def _check_compiled(self, method: str) -> None:
+        if not self.compiled:
+            raise ValueError(
+                f"`compile` must be called before `{method}`. Received: a "
+                "model that is not compiled."
+            )
+
+    def _check_same(
+        self, sources: dict[str, Source | None], **facts: Any
+    ) -> None:
+        """Refuses to begin when a worker is about to do something else."""
+        if not self._has_other_workers:
+            return
+        given = {name: s for name, s in sources.items() if s is not None}
+        for name, source in given.items():
+            facts |= {f"{k} of the {name}": v for k, v in source.facts.items()}
+        agreement.check_same(self.distribute_strategy, facts)
+        for source in given.values():
+            if source.is_share:
+                agreement.check_shares(
+                    self.distribute_strategy, source.first_batches()
+                )

@@ -1,0 +1,123 @@
+"""One call of `fit`: where it is, and what callbacks may ask of it."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfaccum.cluster import EXIT_PREEMPTED
+from tfaccum.feeding import Source
+
+
+class Preempted(SystemExit):
+    """The run was asked to end, and has saved a checkpoint.
+
+    Not caught, it ends the process with exit code 75, without a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_PREEMPTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """The next dataset batch to train on.
+
+    Attributes:
+        epoch: counted from 0.
+        batch: counted from 0, in this epoch.
+    """
+
+    epoch: int
+    batch: int = 0
+
+
+class Run:
+    """One call of `fit`, for its callbacks: `model.current_run`.
+
+    Args:
+        model: that is trained; its train function has been prepared.
+        source: what it is trained on.
+        initial_epoch: where `fit` begins.
+
+    Attributes:
+        position: the next batch.
+        logs: of the last window.
+        callbacks: all of this run.
+        pauses_every: callbacks get control after each Nth update, whatever
+            `steps_per_execution` is; None: when a call has made its windows.
+        is_resumed: whether it goes on where another run has stopped.
+        is_preempted: whether it was asked to end, to go on later.
+        until_end: what a callback has begun that must end with `fit`, however
+            that ends.
+    """
+
+    def __init__(self, model: Any, source: Source, initial_epoch: int):
+        self._model = model
+        self._source = source
+        self.position = Position(initial_epoch)
+        self.logs: dict[str, float] = {}
+        self.callbacks: list[Any] = []
+        self.pauses_every: int | None = None
+        self.is_resumed = self.is_preempted = False
+        self.until_end = contextlib.ExitStack()
+
+    def resume(
+        self,
+        position: Position,
+        logs: dict[str, float],
+        gradient_accumulation_steps: int,
+        shuffle_seed: int | None,
+    ) -> None:
+        """Goes on where another run has stopped.
+
+        Args:
+            position: the next batch, in that run's dataset batches.
+            logs: of its last window.
+            gradient_accumulation_steps: K with which that run has counted.
+            shuffle_seed: of that run's order of arrays, if it had one.
+
+        Context: `on_train_begin`.
+        """
+        batch, steps = position.batch, self._model.gradient_accumulation_steps
+        if steps != gradient_accumulation_steps:
+            # A window is the same examples, in more or fewer batches.
+            batch = -(-batch // gradient_accumulation_steps) * steps
+        self.position = Position(position.epoch, batch)
+        self.logs = dict(logs)
+        self.is_resumed = True
+        if shuffle_seed is not None:
+            self._source.shuffle_seed = shuffle_seed
+
+    def preempt(self) -> None:
+        """Asks to end after this update, on all workers, to go on later.
+
+        `fit` then raises `Preempted`.
+        """
+        self.is_preempted = self._model.stop_training = True
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the compiled optimizer has made."""
+        return int(tf.convert_to_tensor(self._model.optimizer.iterations))
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """All that `train_step` hands gradients to."""
+        trained = self._model.train_window.trained
+        return list({id(t.optimizer): t.optimizer for t in trained}.values())
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Examples behind one update, over all replicas and workers.
+
+        Context: all workers ask.
+        """
+        rows = self._source.batch_size
+        return rows and rows * self._model.gradient_accumulation_steps
+
+    @property
+    def shuffle_seed(self) -> int | None:
+        """Of the order in which arrays are taken; None where they are not."""
+        return self._source.shuffle_seed
