@@ -289,10 +289,16 @@ def test_I4_update_500_is_in_epoch_20(tmp_path):
 
 
 def test_a_finished_run_has_nothing_to_do(tmp_path):
-    first = fit(network(), [tfaccum.Checkpoint(tmp_path)])
+    whole = network()
+    first = fit(whole, [tfaccum.Checkpoint(tmp_path)])
     model, look = network(), Count()
     again = fit(model, [look, tfaccum.Checkpoint(tmp_path)])
     assert again == first and not look.calls
+    # At the end the moving average has taken the weights' place.
+    for mine, other in zip(
+        model.get_weights(), whole.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
 
 
 # --- When it is saved -----------------------------------------------------

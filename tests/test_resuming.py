@@ -162,6 +162,83 @@ def test_one_worker_then_two(tmp_path, start):
         assert sorted(mine[place] + others.get(place, [])) == seen
 
 
+LAUNCHED = """
+import json, os, pathlib, signal, time
+import keras, numpy as np, tensorflow as tf
+import tfaccum.data
+
+DEFAULTS = {"global_batch": 240, "micro_batch": 60, "learning_rate": 0.01,
+            "epochs": 6}
+
+def model():
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(),
+                             keras.layers.Dropout(0.2, seed=1),
+                             keras.layers.Dense(10, activation="softmax")])
+
+def data(*, batch_size, seed, data_dir):
+    saved = pathlib.Path(os.environ["RUN"]) / "checkpoints"
+
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    first = os.environ["TFACCUM_RESTART"] == "0" and "DIE" in os.environ
+
+    def dies(x):
+        if first and index == 1 and len(list(saved.glob("update-*"))) > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    def mapped(example):
+        x = tf.cast(example["image"], tf.float32) / 16.0
+        x = tf.ensure_shape(tf.py_function(dies, [x], tf.float32), x.shape)
+        return x, example["label"]
+
+    return tfaccum.data.Pipeline(
+        name="digits", split="train", batch_size=batch_size, seed=seed,
+        data_dir=data_dir, map_fn=mapped), None
+
+def compile_arguments(*, learning_rate, num_updates):
+    return {"optimizer": keras.optimizers.Adam(learning_rate),
+            "loss": "sparse_categorical_crossentropy"}
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_all_again_and_they_go_on(tmp_path, data_dir):
+    """Worker 1 is killed when three checkpoints are there."""
+    (tmp_path / "experiment.py").write_text(LAUNCHED)
+    histories = []
+    for name, environment in (("run", {"DIE": "1"}), ("whole", {})):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tfaccum.launch", "--workers=2"),
+                *("--max_restarts=1", f"--log_dir={tmp_path / 'logs' / name}"),
+                *("--", sys.executable, "-m", "tfaccum.train"),
+                f"--experiment={tmp_path / 'experiment.py'}",
+                f"--data_dir={data_dir}",
+                f"--model_dir={tmp_path / name}",
+                "--save_every_updates=1",
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(workers.ROOT),
+                "RUN": str(tmp_path / name),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        if environment:
+            assert "worker 1 was killed" in done.stderr or (
+                "SIGKILL" in done.stderr
+            )
+            assert "starts all workers again (1 of 1)" in done.stderr
+            assert "Going on after update" in done.stdout
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        histories.append(summary["epochs"]["loss"])
+    assert histories[0] == histories[1] and len(histories[0]) == 6
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -170,7 +247,7 @@ def test_I2_I3_I10_killed_at_twenty_random_moments(
 ):
     """Whenever it is: while it starts, trains, validates or writes."""
     rng = np.random.default_rng(2)
-    flags = ("--every=1", "--epochs=12")
+    flags = ("--every=1", "--epochs=50")
     command = [
         tmp_path / "run",
         f"--data_dir={data_dir}",

@@ -148,6 +148,14 @@ def parse(*flags):
         ([DIGITS, "--model_dir=setup.cfg"], "--model_dir=setup.cfg"),
         ([DIGITS, "--model_dir=setup.cfg/x"], "Not a directory"),
         ([DIGITS, "--model_dir=tests"], "--model_dir=tests, which is not empt"),
+        ([DIGITS, "--resume=yes"], "--resume=yes: value should be one"),
+        (
+            [DIGITS, "--resume=must"],
+            "--resume=must --model_dir=runs/digits_cnn",
+        ),
+        ([DIGITS, "--save_every_updates=0"], "--save_every_updates=0"),
+        ([DIGITS, "--keep=0"], "--keep=0"),
+        ([DIGITS, "--max_run_seconds=0"], "--max_run_seconds=0"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(flags, message, capsys):
@@ -605,6 +613,59 @@ def test_the_demo_learns_the_digits(tmp_path):
     assert summary["flags"]["precision"].startswith("mixed")
 
 
+# --- Ending and going on ---------------------------------------------------
+
+
+def test_a_run_that_is_asked_to_end_goes_on(tiny, tmp_path):
+    """Ends after the first of six updates, by exit code 75."""
+    experiment = tiny()
+    runs = []
+    for name, flags in (
+        ("whole", []),
+        ("run", ["--max_run_seconds=1"]),
+        ("run", ["--resume=must", "--save_best=val_loss"]),
+    ):
+        done = command(experiment, f"--model_dir={tmp_path / name}", *flags)
+        runs.append((done.returncode, done.stdout))
+    (_, _), (first, said), (second, went_on) = runs
+    assert (first, second) == (75, 0)
+    assert f"--model_dir={tmp_path / 'run'}" in said.splitlines()[-1]
+    # Windows of four batches.
+    assert "Going on after update 1, with batch 5 of epoch 1" in went_on
+    found, expected = (
+        json.loads((tmp_path / name / "summary.json").read_text())
+        for name in ("run", "whole")
+    )
+    assert found["curves"] == expected["curves"]
+    assert found["curves"]["update"] == [1, 2, 3, 4, 5, 6]
+    for name, values in expected["epochs"].items():
+        if name != "examples/s":
+            assert found["epochs"][name] == values
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "best.json",
+        "checkpoints",
+        "curves.png",
+        "final.keras",
+        "model.json",
+        "summary.json",
+        "tensorboard",
+    }
+
+
+def test_never_refuses_a_run_that_is_there(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    flags = [DIGITS, f"--model_dir={tmp_path}", "--resume=never"]
+    assert run_here(*flags) == 2
+    assert "--resume=never" in capsys.readouterr().err
+    assert parse(DIGITS, f"--model_dir={tmp_path}").resume == "auto"
+
+
+def test_a_launcher_that_starts_again_goes_on_in_one_folder(monkeypatch):
+    monkeypatch.setenv("TFACCUM_STARTED", "20260102-030405")
+    folder = parse(DIGITS).model_dir
+    assert str(folder) == "runs/digits_cnn-20260102-030405"
+
+
 @pytest.mark.slow
 def test_two_workers_run_the_same_command_and_the_chief_writes(tmp_path):
     folder = tmp_path / "m"
@@ -627,8 +688,10 @@ def test_two_workers_run_the_same_command_and_the_chief_writes(tmp_path):
     assert "global batch" not in results[1].stdout
     assert len(list(folder.glob("tensorboard/train/*"))) == 1
     assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
         "curves.png",
         "final.keras",
+        "model.json",
         "summary.json",
         "tensorboard",
     }

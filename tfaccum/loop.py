@@ -166,7 +166,7 @@ class HostLoop(Evaluation):
             if self.stop_training:
                 self._end_if_preempted(run, callbacks)
                 break
-        if epochs > first:
+        if epochs > first or run.is_resumed:
             self._finalize()
         callbacks.on_train_end(logs)
         return self.history

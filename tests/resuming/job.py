@@ -146,6 +146,11 @@ def run(asked):
     class End(keras.callbacks.Callback):
         """The state before the moving average takes the weights' place."""
 
+        runs_last = True
+
+        def on_train_begin(self, logs=None):
+            self.on_epoch_end(0)  # If nothing is left to train.
+
         def on_epoch_end(self, epoch, logs=None):
             self.state = [
                 value.numpy().tobytes().hex()
@@ -160,7 +165,6 @@ def run(asked):
         verbose=2,
         callbacks=[
             Watch(),
-            end,
             keras.callbacks.EarlyStopping("loss", patience=9),
             callbacks.Curves(),
             tfaccum.Checkpoint(
@@ -171,6 +175,7 @@ def run(asked):
                 resume=asked.resume,
                 max_run_seconds=asked.max_run_seconds,
             ),
+            end,
         ],
     )
     result = {

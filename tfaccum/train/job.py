@@ -47,7 +47,7 @@ with _quiet():
 from tfaccum import callbacks as progress  # noqa: E402
 from tfaccum import feeding  # noqa: E402
 from tfaccum import strategy as strategies  # noqa: E402
-from tfaccum.checkpoint import Checkpoint  # noqa: E402
+from tfaccum.checkpoint import CHECKPOINTS, Checkpoint  # noqa: E402
 from tfaccum.model import Model  # noqa: E402
 from tfaccum.run import Preempted  # noqa: E402
 from tfaccum.train.report import (  # noqa: E402
@@ -99,6 +99,9 @@ class _Job:
             strategies.num_replicas(self.strategy), _named(self.strategy)
         )
         self.is_chief = strategies.worker_index(self.strategy)[0] == 0
+        if self.is_chief:  # So that a run that ends early may go on here.
+            folder = options.model_dir / CHECKPOINTS
+            folder.mkdir(parents=True, exist_ok=True)
         self.checkpoint = Checkpoint(
             options.model_dir,
             save_every_updates=options.save_every_updates,
