@@ -190,6 +190,20 @@ def test_I2_steps_per_epoch_go_on_through_the_data(tmp_path):
     )
 
 
+def test_I2_validation_steps_go_on_through_the_data(tmp_path):
+    """Four of nine batches each time, in every second epoch."""
+    arguments = {
+        "validation_steps": 4,
+        "validation_batch_size": 1,
+        "validation_freq": 2,
+        "epochs": 6,
+    }
+    assert_same(
+        interrupted(tmp_path, network, [12, 8], **arguments),
+        undisturbed(network, **arguments),
+    )
+
+
 def test_callbacks_remember(tmp_path):
     """A plateau of constant metrics: patience counts over interruptions."""
 

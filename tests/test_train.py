@@ -678,6 +678,7 @@ def test_two_workers_run_the_same_command_and_the_chief_writes(tmp_path):
             DIGITS,
             "--epochs=1",
             "--verify_updates=2",
+            "--compare_replicas_every=5",
             f"--data_dir={tmp_path / 'data'}",
             f"--model_dir={folder}",
         ],
@@ -686,6 +687,11 @@ def test_two_workers_run_the_same_command_and_the_chief_writes(tmp_path):
     assert "16 micro-batch x 2 replicas x 4" in results[0].stdout
     assert "updates: 12" in results[0].stdout
     assert "global batch" not in results[1].stdout
+    # J4: which share of which data.
+    told = [re.findall(r"worker (\d) of 2: its share of (\w+)", r.stdout)
+            for r in results]  # fmt: skip
+    assert told[0][0][0] == "0" and told[1][0][0] == "1"
+    assert told[0][0][1] == told[1][0][1]
     assert len(list(folder.glob("tensorboard/train/*"))) == 1
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",

@@ -39,16 +39,17 @@ class Evaluation(Functions):
         )
         self._check_same({"data": source})
         callbacks = self._callbacks(callbacks, verbose, source)
-        logs = self._evaluate(source, callbacks)
+        logs = self._evaluate(source, source.begin_epoch(0), callbacks)
         return self._batch_result(logs, return_dict)
 
-    def _evaluate(self, source: Source, callbacks: Any) -> dict[str, float]:
+    def _evaluate(
+        self, source: Source, iterator: Any, callbacks: Any
+    ) -> dict[str, float]:
         self._build(source.spec)
         self.make_test_function()
         self.stop_evaluating = False
         callbacks.on_test_begin()
         self.reset_metrics()
-        iterator = source.begin_epoch(0)
         total, done, more, stops = source.num_batches, 0, True, False
         logs: dict[str, float] = {}
         while more and (total is None or done < total):

@@ -486,6 +486,20 @@ class Source:
             self._read(skipped)
         return self._iterator
 
+    def begin_evaluation(self, number: int, resumes: bool) -> Any:
+        """An iterator for the evaluation after so many others.
+
+        The same batches each time, or, with `steps`, those that follow the
+        last evaluation's, as in Keras.
+
+        Args:
+            number: evaluations before, of this run, at least 0.
+            resumes: whether another process has made those.
+        """
+        if self._steps is None:
+            return self.begin_epoch(0)
+        return self.begin_epoch(number, 0 if resumes else None)
+
     def end_epoch(self, batches: int, exhausted: bool) -> None:
         """Tells how many batches are over, and whether the data ended.
 

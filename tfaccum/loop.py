@@ -156,7 +156,14 @@ class HostLoop(Evaluation):
             if validation is not None and keras_private.should_evaluate(
                 self, epoch, validation_freq
             ):
-                val_logs = self._evaluate(validation, callbacks)
+                evaluations = sum(
+                    keras_private.should_evaluate(self, e, validation_freq)
+                    for e in range(epoch)
+                )
+                iterator = validation.begin_evaluation(
+                    evaluations, resumes=run.is_resumed
+                )
+                val_logs = self._evaluate(validation, iterator, callbacks)
                 logs.update({f"val_{k}": v for k, v in val_logs.items()})
             run.position = Position(epoch + 1)
             callbacks.on_epoch_end(epoch, logs)

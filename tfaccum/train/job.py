@@ -125,6 +125,13 @@ class _Job:
                 seed=options.seed,
                 data_dir=options.data_dir,
             )
+        worker, num_workers = strategies.worker_index(self.strategy)
+        if num_workers > 1 and hasattr(self.data, "checksum"):
+            print(  # On each, for its log.
+                f"worker {worker} of {num_workers}: its share of "
+                f"{self.data.checksum()[:12]}",
+                flush=True,
+            )
         self.num_updates = _num_updates(self.data, self.plan, options)
         if self.num_updates is not None:
             self.say(_describe_epochs(self.data, self.num_updates, options))
@@ -153,6 +160,7 @@ class _Job:
                     **_accumulation(self.plan, self.options),
                     steps_per_execution=self.options.steps_per_execution,
                     jit_compile=self.options.jit,
+                    wire_dtype=self.options.wire_dtype,
                 )
         return model
 
@@ -162,6 +170,8 @@ class _Job:
         model = self.compiled()
         curves, throughput = progress.Curves(), progress.Throughput()
         initial = StartFrom()
+        every = options.compare_replicas_every
+        compares = [progress.CompareReplicas(every)] if every else []
         bar = 1 if sys.stdout.isatty() else 2
         history = model.fit(
             self.data,
@@ -174,6 +184,7 @@ class _Job:
                 curves,
                 initial,
                 self.checkpoint,
+                *compares,
             ],
         )
         results = Results(

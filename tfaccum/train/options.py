@@ -24,6 +24,7 @@ from tfaccum.cluster import EXIT_PREEMPTED, STARTED, Cluster
 from tfaccum.rendezvous import TIMEOUT
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker")
+WIRE_DTYPES = ("bfloat16", "float16")
 RESUME = ("auto", "must", "never")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -66,7 +67,7 @@ _GROUPS = {
         "jit",
     ),
     "Devices": ("strategy", "devices", "virtual_devices"),
-    "Several workers": (
+    "Several replicas and workers": (
         "cluster",
         "worker_hosts",
         "task_index",
@@ -74,6 +75,8 @@ _GROUPS = {
         "communication",
         "bytes_per_pack",
         "collective_timeout",
+        "wire_dtype",
+        "compare_replicas_every",
     ),
     "Files": ("model_dir", "data_dir"),
     "Checkpoints, in --model_dir": (
@@ -150,6 +153,8 @@ class Options:
     communication: str
     bytes_per_pack: int
     collective_timeout: float
+    wire_dtype: str | None
+    compare_replicas_every: int | None
     model_dir: Path
     data_dir: str | None
     resume: str
@@ -466,6 +471,20 @@ def _define_cluster_flags(values: flags.FlagValues) -> None:
         0,
         "most that travels at once; default 0: all gradients",
         lower_bound=0,
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "wire_dtype",
+        None,
+        WIRE_DTYPES,
+        "in which gradients travel; default their own",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "compare_replicas_every",
+        None,
+        "updates between comparisons of all weights",
+        lower_bound=1,
         flag_values=values,
     )
     flags.DEFINE_float(
