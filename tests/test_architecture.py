@@ -19,7 +19,7 @@ PACKAGE = "tfaccum"
 # Imports point one way: a room imports from its own row or from one above.
 # Inside a row, no two rooms may import each other.
 LAYERS = (
-    ("batching", "versions"),
+    ("batching", "schedule", "versions"),
     ("cluster", "rendezvous", "strategy", "agreement", "fingerprints"),
     (
         "accumulator",
@@ -52,7 +52,13 @@ TOP = len(LAYERS) - 1
 # Imported by any room, imports no room, and alone touches private names.
 PRIVATE_ROOM = "keras_private"
 # Rooms that need nothing but Python.
-STANDARD_LIBRARY_ONLY = {"batching", "versions", "cluster", "rendezvous"}
+STANDARD_LIBRARY_ONLY = {
+    "batching",
+    "cluster",
+    "rendezvous",
+    "schedule",
+    "versions",
+}
 # Never imported by the library.
 OUTSIDE = {"experiments", "benchmarks", "tests"}
 # Modules that are private to Keras and TensorFlow.

@@ -248,7 +248,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._run.resume(
             Position(*facts["position"]),
             facts["logs"],
-            facts["gradient_accumulation_steps"],
+            facts["accumulation"],
             facts["shuffle_seed"],
         )
         if self._best is not None:
@@ -332,7 +332,7 @@ class Checkpoint(keras.callbacks.Callback):
             "shuffle_seed": self._run.shuffle_seed,
             "best": self._best and self._best.value,
             "skips_in_a_row": model.skips_in_a_row,
-            "gradient_accumulation_steps": model.gradient_accumulation_steps,
+            "accumulation": self._run.accumulation,
             "micro_batch_size": model.micro_batch_size,
             "replicas": strategies.num_replicas(model.distribute_strategy),
             "callbacks": [

@@ -12,6 +12,7 @@ from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import Source, any_number_of_rows, next_elements
+from tfaccum.schedule import AccumulationSchedule
 from tfaccum.window import Update, Window
 
 
@@ -45,7 +46,8 @@ class Functions:
     reset_metrics: Any
 
     # Set by `compile`.
-    gradient_accumulation_steps = 1
+    gradient_accumulation_steps: Any = 1
+    accumulation_schedule = AccumulationSchedule(1)
     micro_batch_size: int | None = None
     accumulator_dtype: str | None = None
     wire_dtype: str | None = None
@@ -81,7 +83,7 @@ class Functions:
 
     def _accumulates(self) -> bool:
         return (
-            self.gradient_accumulation_steps > 1
+            not self.accumulation_schedule.is_always_one
             or self.micro_batch_size is not None
         )
 
@@ -102,10 +104,10 @@ class Functions:
         execute = self._function_of(window)
 
         def train_function(
-            iterator: Any, batches: int, stops: bool = False
+            iterator: Any, batches: int, steps: int, stops: bool = False
         ) -> tuple[dict, bool, bool]:
             logs, rows, counts, more, stopped = execute(
-                iterator, batches, self.gradient_accumulation_steps, stops
+                iterator, batches, steps, stops
             )
             if self.counts_exponents:
                 self.last_exponents = Exponents(window.paths, counts)

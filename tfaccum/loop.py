@@ -189,7 +189,7 @@ class HostLoop(Evaluation):
     def _training_facts(self) -> dict[str, Any]:
         """What makes two workers train differently, by name."""
         names = (
-            "gradient_accumulation_steps",
+            "accumulation_schedule",
             "steps_per_execution",
             "accumulator_dtype",
             "wire_dtype",
@@ -205,7 +205,7 @@ class HostLoop(Evaluation):
         }
 
     def _say_if_windows_are_short(self, source: Source) -> None:
-        steps, batches = self.gradient_accumulation_steps, source.num_batches
+        steps, batches = self.accumulation_schedule.at(0), source.num_batches
         if batches is not None and batches < steps:
             self._warn_once(
                 f"`gradient_accumulation_steps` is {steps}, but an epoch has "
@@ -230,12 +230,13 @@ class HostLoop(Evaluation):
         total, more, stops = source.num_batches, True, False
         logs, run.logs = run.logs, {}
         while more and (total is None or done < total):
-            batches = self._batches_of_a_call(run)
+            windows, steps = self._next_windows(run)
+            batches = windows * steps
             if total is not None:
                 batches = min(batches, total - done)
             callbacks.on_train_batch_begin(done)
             results, more, stopped = self.train_function(
-                iterator, batches, stops
+                iterator, batches, steps, stops
             )
             if stopped:
                 self.stop_training = True
@@ -259,13 +260,15 @@ class HostLoop(Evaluation):
         source.end_epoch(done, exhausted=not more)
         return dict(logs)
 
-    def _batches_of_a_call(self, run: Run) -> int:
-        """Dataset batches of the next call of the train function."""
-        windows = self.steps_per_execution
+    def _next_windows(self, run: Run) -> tuple[int, int]:
+        """Windows of the next call of the train function, and their K."""
+        windows, schedule = self.steps_per_execution, self.accumulation_schedule
+        if run.pauses_every is None and schedule.is_constant:
+            return windows, schedule.at(0)
+        update = run.num_updates
         if run.pauses_every is not None:
-            since_pause = run.num_updates % run.pauses_every
-            windows = min(windows, run.pauses_every - since_pause)
-        return windows * self.gradient_accumulation_steps
+            windows = min(windows, run.pauses_every - update % run.pauses_every)
+        return schedule.windows_alike(update, windows), schedule.at(update)
 
     @property
     def loss_scale_floor(self) -> float:
@@ -353,7 +356,7 @@ class HostLoop(Evaluation):
         self._build(source.spec)
         self.make_train_function()
         self.reset_metrics()
-        logs, _, _ = self.train_function(source.begin_epoch(0), 1)
+        logs, _, _ = self.train_function(source.begin_epoch(0), 1, 1)
         self._check_updates()
         return self._batch_result(logs, return_dict)
 

@@ -15,6 +15,7 @@ from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
 from tfaccum.micro_step import Backward, hand_over
 from tfaccum.reduction import check_wire_dtype
+from tfaccum.schedule import AccumulationSchedule, Steps
 from tfaccum.update import check_home, check_optimizer
 
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
@@ -93,7 +94,7 @@ class Model(HostLoop, keras.Model):
     def compile(
         self,
         *args: Any,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: Steps = 1,
         micro_batch_size: int | None = None,
         accumulator_dtype: str | None = None,
         wire_dtype: str | None = None,
@@ -107,7 +108,10 @@ class Model(HostLoop, keras.Model):
         Args:
             *args: as in `keras.Model.compile`.
             gradient_accumulation_steps: K >= 1: so many dataset batches make
-                one update. The last window of an epoch may be shorter.
+                one update. The last window of an epoch may be shorter. For a
+                batch that grows: pairs such as [(0, 2), (1000, 8)], "K is 2,
+                and 8 after 1000 updates"; or a function from the number of
+                updates made to K, the same on every worker.
             micro_batch_size: the most examples that one replica holds at
                 once, >= 1: each dataset batch is cut into micro-batches that
                 differ by at most one example. None: not cut. Composes with
@@ -143,7 +147,7 @@ class Model(HostLoop, keras.Model):
             ValueError: if `jit_compile=True` on several CPU devices.
         """
         strategies.check_supported(self.distribute_strategy)
-        _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        schedule = AccumulationSchedule(gradient_accumulation_steps)
         if micro_batch_size is not None:
             _check_count("micro_batch_size", micro_batch_size)
         _check_count("max_consecutive_skips", max_consecutive_skips)
@@ -164,6 +168,7 @@ class Model(HostLoop, keras.Model):
         if self.jit_compile:
             strategies.check_xla(self.distribute_strategy)
         self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.accumulation_schedule = schedule
         self.micro_batch_size = micro_batch_size
         self.accumulator_dtype = accumulator_dtype
         self.wire_dtype = wire_dtype

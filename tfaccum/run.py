@@ -67,7 +67,7 @@ class Run:
         self,
         position: Position,
         logs: dict[str, float],
-        gradient_accumulation_steps: int,
+        accumulation: str | int,
         shuffle_seed: int | None,
     ) -> None:
         """Goes on where another run has stopped.
@@ -75,15 +75,23 @@ class Run:
         Args:
             position: the next batch, in that run's dataset batches.
             logs: of its last window.
-            gradient_accumulation_steps: K with which that run has counted.
+            accumulation: K with which that run has counted; see
+                `accumulation`.
             shuffle_seed: of that run's order of arrays, if it had one.
 
         Context: `on_train_begin`.
         """
-        batch, steps = position.batch, self._model.gradient_accumulation_steps
-        if steps != gradient_accumulation_steps:
+        batch, now = position.batch, self.accumulation
+        if isinstance(now, int) and isinstance(accumulation, int):
             # A window is the same examples, in more or fewer batches.
-            batch = -(-batch // gradient_accumulation_steps) * steps
+            if now != accumulation:
+                batch = -(-batch // accumulation) * now
+        elif now != accumulation:
+            raise ValueError(
+                "`gradient_accumulation_steps` must stay the same when it is "
+                "a schedule and a run goes on. Received: "
+                f"{accumulation} before and {now} now."
+            )
         self.position = Position(position.epoch, batch)
         self.logs = dict(logs)
         self.is_resumed = True
@@ -109,13 +117,21 @@ class Run:
         return list({id(t.optimizer): t.optimizer for t in trained}.values())
 
     @property
-    def global_batch_size(self) -> int | None:
+    def accumulation(self) -> str | int:
+        """K, or its schedule as text."""
+        text = str(self._model.accumulation_schedule)
+        return int(text) if text.isdigit() else text
+
+    @property
+    def global_batch_size(self) -> int | str | None:
         """Examples behind one update, over all replicas and workers.
 
         Context: all workers ask.
         """
-        rows = self._source.batch_size
-        return rows and rows * self._model.gradient_accumulation_steps
+        rows, steps = self._source.batch_size, self.accumulation
+        if rows is None or isinstance(steps, int):
+            return rows and rows * steps
+        return f"{rows} x {steps}"
 
     @property
     def shuffle_seed(self) -> int | None:
