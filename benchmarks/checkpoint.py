@@ -10,17 +10,16 @@ update and not at all, in turn. Prints one JSON line.
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 
 import keras
 import numpy as np
 
+import benchmarks
 import tfaccum
 from tfaccum.snapshots import Snapshots
 from tfaccum.state import TrainingState
-from tfaccum.train import report
 
 
 class Times(keras.callbacks.Callback):
@@ -99,12 +98,6 @@ def main():
     size = sum(
         v.numpy().nbytes for v in [*model.variables, *model.optimizer.variables]
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     print(
         json.dumps(
             {
@@ -118,8 +111,7 @@ def main():
                     ]
                     for name, values in found.items()
                 },
-                "commit": commit,
-                "hardware": report.hardware(),
+                **benchmarks.where(),
             }
         )
     )

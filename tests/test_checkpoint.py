@@ -409,6 +409,19 @@ def test_load_refuses_code(tmp_path):
         tfaccum.load(tmp_path)
 
 
+def test_load_says_which_class_it_lacks(tmp_path):
+    class Mine(tfaccum.Model):
+        pass
+
+    inputs = keras.Input((1,))
+    model = Mine(inputs, toy.scalar()(inputs))
+    model.compile("sgd", "mse")
+    x = np.ones([2, 1], np.float32)
+    model.fit(x, x, verbose=0, callbacks=[tfaccum.Checkpoint(tmp_path)])
+    with pytest.raises(ValueError, match="Mine.*Register classes of your own"):
+        tfaccum.load(tmp_path)
+
+
 @pytest.mark.parametrize("which", ["oldest", None])
 def test_load_says_what_is_wrong(tmp_path, which):
     with pytest.raises(ValueError, match="`which`"):

@@ -651,6 +651,20 @@ def test_a_run_that_is_asked_to_end_goes_on(tiny, tmp_path):
         "tensorboard",
     }
 
+    program = (
+        "import sys, numpy, tfaccum\n"
+        "model = tfaccum.load(sys.argv[1])\n"
+        "print(model.predict(numpy.ones([2, 3]), verbose=0).shape)\n"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "run"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert loaded.stdout == "(2, 1)\n", loaded.stderr
+
 
 def test_never_refuses_a_run_that_is_there(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()

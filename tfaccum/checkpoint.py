@@ -483,7 +483,15 @@ def load(model_dir: str | os.PathLike, which: str = "best") -> keras.Model:
             "class with keras.saving.register_keras_serializable."
         )
     config = json.loads((model_dir / MODEL).read_text())
-    model = keras.saving.deserialize_keras_object(config, safe_mode=True)
+    try:
+        model = keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`model_dir` must hold a model that Keras can make from its "
+            f"config. Received: model_dir={model_dir} ({error}). Register "
+            "classes of your own with "
+            "keras.saving.register_keras_serializable, and import them first."
+        ) from error
     arrays = snapshot.arrays()
     for index, variable in enumerate(model.variables):
         value = arrays[f"model/{index}"]
