@@ -14,13 +14,14 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 VENV := .venv
 OLDEST := .venv-oldest
 
-.PHONY: help demo test test-all test-oldest lint clean
+.PHONY: help demo test test-all test-oldest bench-network lint clean
 
 help:
 	@echo 'make demo         install into $(VENV) and train the digits on 2 replicas'
 	@echo 'make test         install into $(VENV), lint, type-check, run the tests'
 	@echo 'make test-all     the same with the slow tests'
 	@echo 'make test-oldest  run the tests on the oldest supported versions'
+	@echo 'make bench-network  measure training over a network, as root'
 	@echo 'make clean        remove environments, caches and builds'
 
 demo: $(VENV)/.installed
@@ -36,6 +37,12 @@ test-all: lint
 # The oldest TensorFlow and Keras run on Python 3.11 and 3.12.
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# Writes what it has measured to runs/network.jsonl too.
+bench-network: $(VENV)/.installed
+	mkdir -p runs
+	$(VENV)/bin/python benchmarks/network.py --json=runs/network.jsonl \
+	    --plot=docs/scaling.png
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
