@@ -68,7 +68,15 @@ def one_big_batch(steps, optimizer):
     return outcome(model, history)
 
 
-def in_windows(strategy, steps, optimizer, cut, **compile_arguments):
+def in_windows(
+    strategy,
+    steps,
+    optimizer,
+    cut,
+    epochs=EPOCHS,
+    callbacks=(),
+    **compile_arguments,
+):
     """The same updates from windows of `steps` micro-steps.
 
     Args:
@@ -77,6 +85,8 @@ def in_windows(strategy, steps, optimizer, cut, **compile_arguments):
         optimizer: key of `OPTIMIZERS`.
         cut: whether dataset batches are cut into micro-batches; otherwise
             several of them make one update.
+        epochs: of training.
+        callbacks: of training.
         **compile_arguments: passed on.
     """
     x, y, weight = data(steps)
@@ -101,7 +111,8 @@ def in_windows(strategy, steps, optimizer, cut, **compile_arguments):
         y,
         sample_weight=weight,
         batch_size=batch_size,
-        epochs=EPOCHS,
+        epochs=epochs,
+        callbacks=list(callbacks),
         shuffle=False,
         verbose=0,
     )
@@ -116,4 +127,5 @@ def outcome(model, history):
             [np.ravel(v.numpy()).astype("float64") for v in variables]
         ).tolist(),
         "logs": history.history,
+        "updates": int(model.optimizer.iterations.numpy()),
     }

@@ -92,16 +92,26 @@ def test_update_equals_one_big_batch(name, steps, cut, eager, optimizer):
     assert_same(outcome, steps, optimizer)
 
 
-def assert_workers_follow_the_law(run_workers, cases, timeout):
+def assert_workers_follow_the_law(
+    run_workers, cases, timeout, workers=2, replicas=1, more=()
+):
+    """Returns what came out of `more`."""
     texts = [json.dumps(case) for case in cases]
-    results = run_workers(
-        "tests.multi_worker.law_worker", 2, timeout=timeout, args=texts
+    first, *others = (
+        worker.result
+        for worker in run_workers(
+            "tests.multi_worker.law_worker",
+            workers,
+            timeout=timeout,
+            args=[replicas, *texts, *more],
+        )
     )
-    for worker in results:
-        for case, text in zip(cases, texts, strict=True):
-            assert_same(worker.result[text], case[0], case[1])
-    # Bit for bit the same on both workers.
-    assert results[0].result == results[1].result
+    assert first["replicas"] == workers * replicas
+    for case, text in zip(cases, texts, strict=True):
+        assert_same(first[text], case[0], case[1])
+    # Bit for bit the same on all workers.
+    assert all(other == first for other in others)
+    return [first[name] for name in more]
 
 
 def test_two_workers_update_as_one_big_batch(run_workers):
@@ -114,10 +124,46 @@ def test_two_workers_update_as_one_big_batch(run_workers):
     assert_workers_follow_the_law(run_workers, cases, timeout=120)
 
 
+def test_two_workers_of_two_replicas_update_as_one_big_batch(run_workers):
+    """The last batch leaves one of the four replicas empty."""
+    cases = [(3, "adamw", False)]
+    assert_workers_follow_the_law(run_workers, cases, timeout=200, replicas=2)
+
+
 @pytest.mark.slow
 def test_two_workers_update_as_one_big_batch_whole_matrix(run_workers):
     cases = list(itertools.product(STEPS, law.OPTIMIZERS, (False, True)))
     assert_workers_follow_the_law(run_workers, cases, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("workers, replicas", [(2, 2), (3, 1), (3, 2)])
+def test_more_workers_and_replicas(run_workers, workers, replicas):
+    """With six replicas, two are empty in each batch of four."""
+    cases = list(itertools.product((1, 3), ("sgd", "adamw"), (False, True)))
+    assert_workers_follow_the_law(
+        run_workers, cases, timeout=600, workers=workers, replicas=replicas
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_D12_D13_three_workers_stay_in_step(run_workers, replicas):
+    """All replicas hold the same bits after each of 21 updates."""
+    outcome, refusal = assert_workers_follow_the_law(
+        run_workers,
+        [],
+        timeout=400,
+        workers=3,
+        replicas=replicas,
+        more=["in_step", "out_of_step"],
+    )
+    assert len(outcome["logs"]["loss"]) == 7
+    assert outcome["updates"] == 21
+    assert f"of replica(s) [{2 * replicas - 1}] differs" in refusal
+    assert "after update 1," in refusal
 
 
 def test_reference_moves_the_weights():

@@ -10,6 +10,8 @@ import functools
 import itertools
 import json
 import re
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.cluster import host_and_port
 
 # How long a worker waits for what the others have to tell, in seconds. One
 # may be preparing a dataset meanwhile.
@@ -25,20 +28,42 @@ TIMEOUT = 600
 # Within how many seconds workers fail that fail together.
 TOGETHER = 2
 
+# How often in a row, once a second or so, the port of a worker that is waited
+# for has to be closed.
+REFUSALS = 5
+
 _exchanges = itertools.count()
 _calls = itertools.count()
 
+# How much longer than the one that failed the others stay, in seconds: it ends
+# first, which tells a launcher which it was; and the first worker, which passes
+# on what happened, does not end before the rest have heard of it.
+LAST_WORDS = 1
+
 # How an error of TensorFlow's collectives names a worker.
 _ABORTED = "Collective ops is aborted by"
-_REPORTED = re.compile(r"has stopped: .*", re.DOTALL)
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+# How a worker tells the others which has failed, and finds it in their errors.
+_REPORT = "Worker {} {} (told by worker {})"
+_REPORTED = re.compile(r"Worker (\d+) (.*?) \(told by worker \d+\)", re.DOTALL)
+_SILENT = (
+    "does not answer any more: it has been killed or stopped, has crashed, or "
+    "is cut off from the network."
+)
+_LOOK = "Look at its log."
+# Lines of an error of TensorFlow's that tell where, and not what.
+_STACK = re.compile(
+    r"\s|Graph execution error:|Detected at node|<stack traces|Traceback \("
+)
+_LONGEST = 500
 
 
 class WorkerError(RuntimeError):
     """Another worker has failed or does not answer; the message says which.
 
     Nothing of the update under way was applied: this worker's weights are
-    those of the last update that all workers have made.
+    those of the last whole update. A worker that dies while an update travels
+    may leave the others one update apart.
     """
 
 
@@ -94,24 +119,62 @@ def exchange(
     mine, num_workers = strategies.worker_index(strategy)
     if num_workers == 1:
         return [text]
-    prefix = f"tfaccum/exchange/{next(_exchanges)}"
-    keras_private.tell_workers(f"{prefix}/{mine}", text)
-    told = []
-    for worker in range(num_workers):
-        try:
-            told.append(
-                keras_private.wait_for_note(f"{prefix}/{worker}", timeout)
-            )
-        except tf.errors.DeadlineExceededError as error:
-            raise WorkerError(
-                f"{_name(strategy, worker)} must tell what it is about to do. "
-                f"Received: nothing within {timeout} s. It may not have come "
-                "to the same call, or may be preparing its data; look at its "
-                "log."
-            ) from error
-        except tf.errors.OpError as error:
-            raise WorkerError(_explained(strategy, str(error))) from error
+    notes = _notes_of_next_exchange()
+    try:
+        keras_private.tell_workers(f"{notes}/{mine}", text)
+        told = [
+            _wait_for(strategy, f"{notes}/{worker}", worker, timeout)
+            for worker in range(num_workers)
+        ]
+    except tf.errors.OpError as error:
+        raise WorkerError(_explained(strategy, str(error))) from error
     return told
+
+
+def _notes_of_next_exchange() -> str:
+    return f"tfaccum/exchange/{next(_exchanges)}"
+
+
+def _wait_for(
+    strategy: tf.distribute.Strategy, note: str, worker: int, timeout: int
+) -> str:
+    """What a worker tells, or why it will not: itself, or whoever finds out.
+
+    TensorFlow ends no such wait when a worker dies.
+    """
+    mine, _ = strategies.worker_index(strategy)
+    deadline = time.monotonic() + timeout
+    refusals = 0
+    while time.monotonic() < deadline:
+        try:
+            text = keras_private.wait_for_note(note, 1)
+        except tf.errors.DeadlineExceededError:
+            refusals = refusals + 1 if _has_gone(strategy, worker) else 0
+            if refusals == REFUSALS:
+                with contextlib.suppress(tf.errors.OpError):
+                    keras_private.tell_workers(
+                        note, _REPORT.format(worker, _SILENT, mine)
+                    )
+            continue
+        if _REPORTED.fullmatch(text):
+            time.sleep(LAST_WORDS)
+            raise WorkerError(_explained(strategy, text))
+        return text
+    raise WorkerError(
+        f"{_name(strategy, worker)} must tell what it is about to do. "
+        f"Received: nothing within {timeout} s. It may not have come to the "
+        "same call, or may be preparing its data; look at its log."
+    )
+
+
+def _has_gone(strategy: tf.distribute.Strategy, worker: int) -> bool:
+    """Whether nothing listens any more where TensorFlow's server was."""
+    try:
+        address = host_and_port(_address(strategy, worker))
+        socket.create_connection(address, timeout=1).close()
+    except OSError:
+        return True
+    return False
 
 
 def check_same(
@@ -173,7 +236,8 @@ def shared_fate(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
     Raises:
         WorkerError: if another worker has failed, been killed or cut off.
-            TensorFlow notices a silent one after 10 s.
+            TensorFlow notices a silent one after 10 s. With three or more
+            workers, whoever has noticed tells the rest which it is.
     """
     if strategies.worker_index(strategy)[1] == 1:
         yield
@@ -182,9 +246,13 @@ def shared_fate(strategy: tf.distribute.Strategy) -> Iterator[None]:
     try:
         yield
     except WorkerError:
+        strategies.leave_alone()
         raise
     except BaseException as error:
         if isinstance(error, tf.errors.OpError) and _ABORTED in str(error):
+            strategies.leave_alone()
+            _pass_on(strategy, str(error))
+            time.sleep(LAST_WORDS)
             raise WorkerError(_explained(strategy, str(error))) from error
         _tell(strategy, notes, error)
         raise
@@ -195,27 +263,58 @@ def _tell(
 ) -> None:
     """Makes the collectives of the others fail, unless all have failed."""
     mine, num_workers = strategies.worker_index(strategy)
-    text = " ".join(str(error).split())[:1000]
     try:
         keras_private.tell_workers(f"{notes}/{mine}")
         for worker in range(num_workers):
             keras_private.wait_for_note(f"{notes}/{worker}", TOGETHER)
     except tf.errors.OpError:
+        strategies.leave_alone()
+        report = _REPORT.format(mine, f"has stopped: {_in_short(error)}", mine)
         with contextlib.suppress(tf.errors.OpError):
-            keras_private.report_failure(
-                f"Worker {mine} has stopped: {type(error).__name__}: {text}"
-            )
+            # Where the others would wait for it without a collective.
+            next_notes = _notes_of_next_exchange()
+            keras_private.tell_workers(f"{next_notes}/{mine}", report)
+            keras_private.report_failure(report)
+
+
+def _pass_on(strategy: tf.distribute.Strategy, text: str) -> None:
+    """Tells the others which worker is silent.
+
+    One of them may notice this worker's end first, and take it for the cause.
+    """
+    mine, num_workers = strategies.worker_index(strategy)
+    silent = [task for task in _tasks(_reason(text)) if task != mine]
+    if _REPORTED.search(text) or not silent or num_workers == 2:
+        return
+    with contextlib.suppress(tf.errors.OpError):
+        keras_private.report_failure(_REPORT.format(silent[0], _SILENT, mine))
+
+
+def _in_short(error: BaseException) -> str:
+    """One line; without TensorFlow's stacks, which say nothing elsewhere."""
+    lines = [
+        line
+        for line in dict.fromkeys(str(error).splitlines())
+        if line and not _STACK.match(line)
+    ]
+    text = " ".join(" ".join(lines).split())[:_LONGEST]
+    # An error of Python's inside of TensorFlow has its own name in the text.
+    if isinstance(error, tf.errors.OpError) and "Traceback (" in str(error):
+        return text
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
 
 
 def _explained(strategy: tf.distribute.Strategy, text: str) -> str:
     """What a failed collective means, for a person."""
     mine, _ = strategies.worker_index(strategy)
-    reason = text.partition(_ABORTED)[2].partition("The error could be from")[0]
-    tasks = [int(index) for _, index in _TASK.findall(reason)]
+    reason = _reason(text)
+    tasks = _tasks(reason)
     others = [task for task in tasks if task != mine]
     if told := _REPORTED.search(reason):
-        who = _name(strategy, others[0]) if others else "A worker"
-        what = f"{who} {' '.join(told.group().split())}"
+        worker, what = told.groups()
+        what = f"{_name(strategy, int(worker))} {' '.join(what.split())}"
+        what = f"{what.rstrip('.')}. {_LOOK}"
     elif tasks and not others:
         what = (
             "The other workers have given this one up: it did not answer for "
@@ -224,10 +323,11 @@ def _explained(strategy: tf.distribute.Strategy, text: str) -> str:
     else:
         # The first worker keeps the cluster together; only its silence is
         # reported without a name.
-        who = _name(strategy, others[-1] if others else 0)
-        what = (
-            f"{who} does not answer any more: it has been killed, has "
-            "crashed, or is cut off from the network. Look at its log."
+        if not others and mine != 0:
+            others = [0]
+        names = [_name(strategy, task) for task in others]
+        what = " ".join(
+            f"{name} {_SILENT} {_LOOK}" for name in names or ["Another worker"]
         )
     return (
         f"{what} Worker {mine} ends too; nothing of the update under way was "
@@ -235,8 +335,23 @@ def _explained(strategy: tf.distribute.Strategy, text: str) -> str:
     )
 
 
+def _reason(text: str) -> str:
+    """What TensorFlow says of the cause, without what it wraps around it."""
+    before, _, after = text.partition(_ABORTED)
+    return (after or before).partition("The error could be from")[0]
+
+
+def _tasks(reason: str) -> list[int]:
+    """The workers that TensorFlow names, each once."""
+    return sorted({int(index) for _, index in _TASK.findall(reason)})
+
+
 def _name(strategy: tf.distribute.Strategy, worker: int) -> str:
     """A worker with its address."""
+    return f"Worker {worker} ({_address(strategy, worker)})"
+
+
+def _address(strategy: tf.distribute.Strategy, worker: int) -> str:
     tasks = strategy.cluster_resolver.cluster_spec().as_dict()
     addresses = [*tasks.get("chief", []), *tasks.get("worker", [])]
-    return f"Worker {worker} ({addresses[worker]})"
+    return str(addresses[worker])

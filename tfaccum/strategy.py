@@ -2,8 +2,12 @@
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
@@ -15,7 +19,11 @@ from tfaccum.cluster import COMMUNICATIONS, Cluster
 # How long a worker that has finished waits for the others, in seconds.
 EXIT_TIMEOUT = 60
 
+# How long TensorFlow may take to install its handler of SIGTERM, in seconds.
+_HANDLER_WAIT = 5
+
 _leaving = False
+_has_failed = False
 _joined: Cluster | None = None
 
 SUPPORTED = (
@@ -143,7 +151,7 @@ def _join(
             start_timeout,
         )
         _joined = cluster
-    with _limit(start_timeout):
+    with _limit(start_timeout), _own_sigterm():
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
@@ -169,6 +177,35 @@ def _limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Gives SIGTERM back to whom it belonged: it ends a process, by default.
+
+    TensorFlow's server takes it for a notice of preemption, whatever Python
+    has installed, and does nothing about it. A thread of TensorFlow's installs
+    that handler soon after the server has started. Python does not know of
+    it, so that only the C library can tell and put back what was there.
+
+    Context: any thread.
+    """
+    if os.name != "posix":
+        yield
+        return
+    before = _sigterm_action()
+    yield
+    deadline = time.monotonic() + _HANDLER_WAIT
+    while _sigterm_action() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ctypes.CDLL(None).sigaction(int(signal.SIGTERM), before, None)
+
+
+def _sigterm_action() -> bytes:
+    """The C library's `struct sigaction`, larger than on any system."""
+    action = ctypes.create_string_buffer(512)
+    ctypes.CDLL(None).sigaction(int(signal.SIGTERM), None, action)
+    return action.raw
 
 
 def _implementation(
@@ -203,7 +240,7 @@ def _leave_together(strategy: tf.distribute.Strategy) -> None:
     }
 
     def leave() -> None:
-        if getattr(sys, "last_value", None) is not None:
+        if _has_failed or getattr(sys, "last_value", None) is not None:
             return  # An error ends this process; the others must see it go.
         with contextlib.suppress(tf.errors.OpError):
             keras_private.tell_workers(notes["finished"][worker])
@@ -218,6 +255,12 @@ def _leave_together(strategy: tf.distribute.Strategy) -> None:
     if not _leaving:
         atexit.register(leave)
         _leaving = True
+
+
+def leave_alone() -> None:
+    """Lets this process end without the others: it, or another, has failed."""
+    global _has_failed
+    _has_failed = True
 
 
 def check_supported(strategy: tf.distribute.Strategy) -> None:
