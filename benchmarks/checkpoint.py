@@ -4,7 +4,8 @@
 
 Expected: training stands still for as long as copying the variables takes;
 writing goes on beside it. One model, one run; saving after every sixteenth
-update and not at all, in turn. Prints one JSON line.
+update and not at all, in turn. Prints one JSON line. docs/resuming.md has what
+was measured.
 """
 
 import argparse
