@@ -29,7 +29,7 @@ LAYERS = (
         "update",
         "exponents",
     ),
-    ("feeding", "micro_step", "arrays"),
+    ("feeding", "micro_step", "arrays", "layers"),
     ("window", "run"),
     ("functions",),
     ("evaluation",),

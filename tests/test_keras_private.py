@@ -388,6 +388,21 @@ def test_layer_state_of_a_layer_that_is_used_twice():
     assert len(keras_private.layer_state(model)) == 2
 
 
+def test_batch_moments():
+    """Over all axes but one, and of what is not masked."""
+    x = np.arange(12, dtype="float32").reshape(2, 3, 2)
+    mask = np.array([[True, False, True], [False, True, False]])
+    norm = keras.layers.BatchNormalization()
+    norm.build(x.shape)
+    for found, rows in (
+        (keras_private.batch_moments(norm, x, None), x.reshape(6, 2)),
+        (keras_private.batch_moments(norm, x, mask), x[mask]),
+    ):
+        np.testing.assert_allclose(
+            found, [rows.mean(0), rows.var(0)], rtol=1e-6
+        )
+
+
 def test_only_regularizes():
     inputs = keras.Input((1,))
     dense = toy.scalar(kernel_regularizer=keras.regularizers.L2(1.0))

@@ -213,7 +213,7 @@ def test_model_of_keras_applications_trains():
         (
             {"gradient_accumulation_steps": 2.0},
             TypeError,
-            "must be an int. Received: gradient_accumulation_steps=2.0",
+            "Received: gradient_accumulation_steps=2.0 of type float",
         ),
         (
             {"micro_batch_size": -4},

@@ -302,6 +302,17 @@ def layer_state(model: keras.Model) -> list[keras.Variable]:
     )
 
 
+def batch_moments(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """(mean, variance) of a batch as this layer takes them, [channels] each.
+
+    Only this private method does it with a mask and for all replicas. With a
+    mask Keras drops the axis of a single channel.
+    """
+    return layer._moments(inputs, mask)
+
+
 def only_regularizes(model: keras.Model) -> bool:
     """Whether `model.losses` holds nothing but weight regularizers."""
     return len(model.losses) == len(model._get_regularization_losses())

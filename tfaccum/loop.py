@@ -18,6 +18,7 @@ from tfaccum import strategy as strategies
 from tfaccum.evaluation import Evaluation
 from tfaccum.feeding import Source
 from tfaccum.functions import in_step
+from tfaccum.layers import WindowBatchNormalization
 from tfaccum.loss_scale import LossScale
 from tfaccum.run import Position, Preempted, Run
 from tfaccum.update import described
@@ -82,6 +83,8 @@ class HostLoop(Evaluation):
             RuntimeError: if `max_consecutive_skips` updates in a row were
                 skipped because a gradient was not finite; names the first
                 variable, replica and worker.
+            ValueError: if layers communicate in their forward pass, and
+                workers may make different numbers of micro-steps.
         """
         self._check_compiled("fit")
         if validation_split and validation_data is None:
@@ -118,6 +121,7 @@ class HostLoop(Evaluation):
         )
         # Variables are made by all workers together.
         self._build(source.spec)
+        self._check_normalisation(source)
         self._say_if_windows_are_short(source)
         callbacks = self._callbacks(
             callbacks, verbose, source, epochs=epochs, add_history=True
@@ -189,7 +193,6 @@ class HostLoop(Evaluation):
     def _training_facts(self) -> dict[str, Any]:
         """What makes two workers train differently, by name."""
         names = (
-            "accumulation_schedule",
             "steps_per_execution",
             "accumulator_dtype",
             "wire_dtype",
@@ -198,11 +201,57 @@ class HostLoop(Evaluation):
             "max_consecutive_skips",
         )
         return {
+            "gradient_accumulation_steps": self.accumulation_schedule,
             **{name: getattr(self, name) for name in names},
             **described(self.optimizer),
             "seed": keras_private.global_seed(),
             **{f"shape of {v.path}": tuple(v.shape) for v in self.variables},
         }
+
+    def _check_normalisation(self, source: Source) -> None:
+        """Looks for layers whose statistics are not those of a window.
+
+        Raises:
+            ValueError: if layers communicate in their forward pass, and
+                workers may make different numbers of micro-steps.
+        """
+        layers = keras_private.all_layers(self)
+        together = [
+            layer.name
+            for layer in layers
+            if layer.trainable and getattr(layer, "synchronized", False)
+        ]
+        uneven = self.micro_batch_size is not None or (
+            source.is_share and self._accumulates()
+        )
+        if self._has_other_workers and together and uneven:
+            raise ValueError(
+                "A layer with `synchronized=True` needs workers that all make "
+                "the same number of micro-steps. Received: "
+                f"{', '.join(together)} on several workers, with "
+                f"micro_batch_size={self.micro_batch_size} and "
+                "gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}, on data "
+                f"{'of each worker' if source.is_share else 'that are shared'}"
+                ". Leave batches uncut and give all workers the same data, or "
+                "use tfaccum.layers.WindowBatchNormalization without "
+                "`synchronized`."
+            )
+        apart = [
+            layer.name
+            for layer in layers
+            if isinstance(layer, keras.layers.BatchNormalization)
+            and layer.trainable
+            and not isinstance(layer, WindowBatchNormalization)
+            and not getattr(layer, "synchronized", False)
+        ]
+        if apart and self._accumulates():
+            self._warn_once(
+                f"The moving statistics of {', '.join(apart)} move at every "
+                "micro-step, and are those of micro-batches. Use "
+                "tfaccum.layers.WindowBatchNormalization, whose statistics "
+                "move once per update and are those of the whole window."
+            )
 
     def _say_if_windows_are_short(self, source: Source) -> None:
         steps, batches = self.accumulation_schedule.at(0), source.num_batches
@@ -354,6 +403,7 @@ class HostLoop(Evaluation):
             )
         source = self._batch_source(x, y, sample_weight)
         self._build(source.spec)
+        self._check_normalisation(source)
         self.make_train_function()
         self.reset_metrics()
         logs, _, _ = self.train_function(source.begin_epoch(0), 1, 1)

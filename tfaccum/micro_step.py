@@ -4,16 +4,18 @@ What a micro-step finds is a nest of tensors that only need adding up, over
 the micro-steps of a window and over the replicas:
 
     {"examples": n, "logs": {name: n * value}, "exponents": [counts, ...],
-     "sums": [{"gradients": [w * g, ...], "loss": w * loss, "weight": w}]}
+     "sums": [{"gradients": [w * g, ...], "loss": w * loss, "weight": w}],
+     "statistics": [whatever a layer has handed over, ...]}
 
-with one entry of "sums" per optimizer.
+with one entry of "sums" per optimizer, and one of "statistics" per call of a
+layer whose state moves once per window.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -69,8 +71,35 @@ class Trained:
         )
 
 
-_handed_over: contextvars.ContextVar[list[Backward] | None] = (
-    contextvars.ContextVar("tfaccum_handed_over", default=None)
+class WindowLayer(Protocol):
+    """A layer whose state moves once per window."""
+
+    def end_window(self, sums: Any, keeps: tf.Tensor) -> None:
+        """Moves the state.
+
+        Args:
+            sums: what one of its calls has handed over, added up over the
+                window and all replicas; zeros where there were no examples.
+            keeps: bool scalar: whether the update is made; if not, nothing
+                may change.
+
+        Context: replica; the same arguments on each.
+        """
+
+
+@dataclasses.dataclass
+class _Received:
+    """What has been handed over in one micro-step, in the graph of its step."""
+
+    graph: Any
+    backwards: list[Backward] = dataclasses.field(default_factory=list)
+    statistics: list[tuple[WindowLayer, Any]] = dataclasses.field(
+        default_factory=list
+    )
+
+
+_handed_over: contextvars.ContextVar[_Received | None] = contextvars.ContextVar(
+    "tfaccum_handed_over", default=None
 )
 
 
@@ -88,18 +117,53 @@ def hand_over(backward: Backward) -> None:
             "your own."
         )
     optimizer = backward.optimizer
-    if optimizer and any(other.optimizer is optimizer for other in received):
+    if optimizer and any(
+        other.optimizer is optimizer for other in received.backwards
+    ):
         raise RuntimeError(
             "`accumulate` must be called once per optimizer and micro-step. "
             f"Received: a second call for {optimizer.name}. Add the losses "
             "first, or give each its own optimizer."
         )
-    received.append(backward)
+    received.backwards.append(backward)
+
+
+def is_in_window() -> bool:
+    """Whether a window's micro-step is running, or being traced."""
+    return _handed_over.get() is not None
+
+
+def hand_over_statistics(layer: WindowLayer, sums: Any) -> None:
+    """Gives what a layer's forward pass has found to the window.
+
+    Args:
+        layer: whose `end_window` gets the sum over the window, once for each
+            call of the layer in a micro-step, in the order of the calls.
+        sums: nest of float32 tensors with static shapes that only need adding
+            up.
+
+    Raises:
+        RuntimeError: outside a micro-step, or in a graph inside of its own.
+    """
+    received = _handed_over.get()
+    if received is None:
+        raise RuntimeError(
+            "Statistics must be handed over in the forward pass of a "
+            "micro-step."
+        )
+    if tf.compat.v1.get_default_graph() is not received.graph:
+        raise RuntimeError(
+            f"A {type(layer).__name__} must be called by the step itself, not "
+            "inside a tf.function, condition or loop of the model's own. "
+            "Unroll the loop, or use a layer of Keras, whose statistics move "
+            "at every micro-step."
+        )
+    received.statistics.append((layer, sums))
 
 
 @contextlib.contextmanager
-def _receiving() -> Iterator[list[Backward]]:
-    received: list[Backward] = []
+def _receiving() -> Iterator[_Received]:
+    received = _Received(tf.compat.v1.get_default_graph())
     token = _handed_over.set(received)
     try:
         yield received
@@ -120,8 +184,11 @@ class MicroStep:
 
     Attributes:
         trained: what was handed over, in order.
-        specs: how what a micro-step finds looks. Both are known once a
+        layers: those that have handed over statistics, one per call.
+        specs: how what a micro-step finds looks. All are known once a
             micro-step has run or was traced.
+        communicates: whether a layer does so in its forward pass. Then every
+            replica has to make every micro-step.
     """
 
     def __init__(
@@ -132,6 +199,7 @@ class MicroStep:
         is_whole_window: bool,
     ):
         self.trained: list[Trained] = []
+        self.layers: list[WindowLayer] = []
         self.specs: Any = None
         self._fixed: dict[int, bool] = {}  # See keras_private.
         self._model = model
@@ -139,7 +207,7 @@ class MicroStep:
         self._trains = step == model.train_step
         self._strategy = model.distribute_strategy
         self._is_whole_window = is_whole_window
-        self._never_skips = strategies.num_replicas(self._strategy) > 1 and any(
+        self.communicates = strategies.num_replicas(self._strategy) > 1 and any(
             getattr(layer, "synchronized", False)
             for layer in keras_private.all_layers(model)
         )
@@ -187,9 +255,21 @@ class MicroStep:
         def without_rows() -> Any:
             return tf.nest.map_structure(_zeros, self.specs)
 
-        if self._never_skips:  # A layer communicates in its forward pass.
-            return with_rows()
+        if self.communicates:
+            return self._always(rows, with_rows)
         return tf.cond(rows > 0, with_rows, without_rows)
+
+    def _always(self, rows: tf.Tensor, step: Callable[[], Any]) -> Any:
+        """A step without rows too; statistics stay if the data have ended."""
+        variables = (
+            keras_private.layer_state(self._model) if self._trains else []
+        )
+        before = [tf.identity(v.value) for v in variables]
+        found = step()
+        for variable, old in zip(variables, before, strict=True):
+            ended = rows == feeding.NO_MORE_DATA
+            variable.assign(tf.where(ended, old, variable.value))
+        return found
 
     def _compute(self, rows: tf.Tensor, data: Any) -> Any:
         """Runs `train_step` and turns what it hands over into sums."""
@@ -199,16 +279,20 @@ class MicroStep:
             _root_of_names(),
         ):
             logs = self._step(feeding.without_optionals(data))
-        if not received and self._trains:
+        backwards = received.backwards
+        if not backwards and self._trains:
             raise RuntimeError(
                 "`train_step` must hand its gradients to the window. "
                 f"Received: {type(self._model).__name__}.train_step, which "
                 "never called `self.accumulate(tape, loss, weight)`. Call it "
                 "instead of `optimizer.apply_gradients`."
             )
-        self.trained = [Trained.of(backward) for backward in received]
+        # In evaluation nothing moves, in whatever mode a layer is called.
+        statistics = received.statistics if self._trains else []
+        self.trained = [Trained.of(backward) for backward in backwards]
+        self.layers = [layer for layer, _ in statistics]
         examples = tf.cast(tf.maximum(rows, 0), tf.float32)
-        gradients = [g for b in received for g in b.gradients if g is not None]
+        gradients = [g for b in backwards for g in b.gradients if g is not None]
         return {
             "exponents": [
                 exponents.count(g)
@@ -216,7 +300,8 @@ class MicroStep:
                 if self._model.counts_exponents
             ],
             "examples": examples,
-            "sums": [self._weighted(backward) for backward in received],
+            "sums": [self._weighted(backward) for backward in backwards],
+            "statistics": [sums for _, sums in statistics],
             "logs": {
                 name: self.times(value, examples)
                 for name, value in self._own_logs(logs).items()

@@ -85,14 +85,14 @@ class Window:
         self._layer_variables = (
             keras_private.layer_state(model) if self._trains else []
         )
-        _, workers = strategies.worker_index(self._strategy)
+        _, self._workers = strategies.worker_index(self._strategy)
         # What micro-steps change beside the sums and moving statistics.
         self._recalled = (
             [
                 *model.metrics_variables,
                 *(v for v in model.non_trainable_variables if not _is_float(v)),
             ]
-            if workers > 1
+            if self._workers > 1
             else []
         )
         self.log_names: list[str] = []  # Known once `run` was traced.
@@ -157,19 +157,25 @@ class Window:
             _, more, found = self._next(iterator)
         reduced = run(self._reduce, args=(more, stops, found))
         stopped = self._local(reduced["stopped"])
-        finite = tf.reduce_all([r["finite"] for r in self._results(reduced)])
+        results = self._results(reduced)
+        finite = tf.reduce_all([r["finite"] for r in results])
         row = [*self._row(reduced), *self._culprit(finite, found)]
         if self._accumulates:
             run(self._sums.reset)
         for trained, gradients, result in zip(
             self.trained,
             reduced["gradients"],
-            self._results(reduced),
+            results,
             strict=True,
         ):
             self._update(trained, gradients, result, stopped)
-        keeps = (finite | (self._model.on_nonfinite == "apply")) & ~stopped
+        keeps = (
+            (finite | (self._model.on_nonfinite == "apply"))
+            & tf.reduce_any([r["weight"] > 0 for r in results])
+            & ~stopped
+        )
         run(self._settle_layer_state, args=(keeps, state, reduced["state"]))
+        run(self._end_window, args=(keeps, reduced["statistics"]))
         run(self._recall_if, args=(stopped, before))
         return (
             self._local(reduced["logs"]),
@@ -192,8 +198,10 @@ class Window:
             self._strategy.run(self._sums.add, args=(found,))
             return done + tf.cast(last, tf.int32), more
 
+        # Where layers communicate every worker makes the same micro-steps.
+        always = self._step.communicates & (self._workers > 1)
         _, more = tf.while_loop(
-            lambda done, more: (done < batches) & more & ~stops,
+            lambda done, more: (done < batches) & more & (~stops | always),
             body,
             (tf.constant(0), tf.constant(True)),
         )
@@ -251,6 +259,7 @@ class Window:
             "examples": totals["examples"],
             "exponents": totals["exponents"],
             "state": state,
+            "statistics": totals["statistics"],
             "more": more,
             "stopped": stops,
             "logs": self._logs(totals, results, metrics),
@@ -357,6 +366,11 @@ class Window:
             self._layer_variables, before, after, strict=True
         ):
             variable.assign(tf.where(keeps, tf.cast(new, old.dtype), old))
+
+    def _end_window(self, keeps: tf.Tensor, statistics: list) -> None:
+        """State of layers that moves once per window, by the reduced sums."""
+        for layer, sums in zip(self._step.layers, statistics, strict=True):
+            layer.end_window(sums, keeps)
 
     def _recallable(self) -> list[tf.Tensor]:
         """This replica's metrics, seeds and counters."""
