@@ -302,6 +302,35 @@ def test_I4_update_500_is_in_epoch_20(tmp_path):
     assert toy.iterations_of(model) == 750
 
 
+def test_I14_epoch_27_of_30_and_the_right_learning_rate(tmp_path):
+    """docs/resuming.md has the commands; the rate falls by update."""
+    x = np.zeros([8, 1], np.float32)
+    rates = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.extend(u.learning_rate for u in self.model.last_updates)
+
+    for epochs in (27, 30):
+        model = toy.toy(
+            gradient_accumulation_steps=2,
+            optimizer=lambda: keras.optimizers.SGD(
+                keras.optimizers.schedules.PolynomialDecay(1.0, 60, 0.0)
+            ),
+        )
+        history = model.fit(
+            x,
+            x,
+            batch_size=2,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[Look(), tfaccum.Checkpoint(tmp_path)],
+        )
+    # Two updates an epoch; the rate is 1 - u / 60.
+    np.testing.assert_allclose(rates, 1 - np.arange(60) / 60, atol=1e-6)
+    assert history.epoch == list(range(30))
+
+
 def test_a_finished_run_has_nothing_to_do(tmp_path):
     whole = network()
     first = fit(whole, [tfaccum.Checkpoint(tmp_path)])

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfaccum import agreement
+from tfaccum import agreement, loss_scale
 from tfaccum import strategy as strategies
 from tfaccum.run import Position, Run
 from tfaccum.snapshots import Snapshot, Snapshots
@@ -222,11 +222,11 @@ class Checkpoint(keras.callbacks.Callback):
         mine = self._state.read()
         if arrays is not None:
             by_path = {path: arrays[n] for n, path in facts["paths"].items()}
+            # The update counter, whatever the optimizer is called.
+            by_path[self._paths()[self._counter()]] = arrays[facts["counter"]]
             fresh = []
             for name, path in self._paths().items():
-                # The update counter, whatever the optimizer is called.
-                is_counter = name == "optimizer/0"
-                value = arrays.get(name) if is_counter else by_path.get(path)
+                value = by_path.get(path)
                 if value is not None and self._state.fits(name, value):
                     mine[name] = value
                 else:
@@ -238,6 +238,13 @@ class Checkpoint(keras.callbacks.Callback):
                     stacklevel=2,
                 )
         self._state.write(mine or None)
+
+    def _counter(self) -> str:
+        """The name of the update counter among all variables."""
+        counter = loss_scale.unwrapped(self.model.optimizer).iterations
+        return next(
+            name for name, v in self._state.variables.items() if v is counter
+        )
 
     def _paths(self) -> dict[str, str]:
         return {name: v.path for name, v in self._state.variables.items()}
@@ -339,6 +346,7 @@ class Checkpoint(keras.callbacks.Callback):
                 state for c in self._others() if (state := _state_of(c))
             ],
             "paths": self._paths(),
+            "counter": self._counter(),
             "run": self._described,
         }
         facts = json.loads(json.dumps(facts, default=_plain))

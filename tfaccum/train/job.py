@@ -99,9 +99,6 @@ class _Job:
             strategies.num_replicas(self.strategy), _named(self.strategy)
         )
         self.is_chief = strategies.worker_index(self.strategy)[0] == 0
-        if self.is_chief:  # So that a run that ends early may go on here.
-            folder = options.model_dir / CHECKPOINTS
-            folder.mkdir(parents=True, exist_ok=True)
         self.checkpoint = Checkpoint(
             options.model_dir,
             save_every_updates=options.save_every_updates,
@@ -168,6 +165,9 @@ class _Job:
         """Trains and reports; returns the weights from which it started."""
         options = self.options
         model = self.compiled()
+        if self.is_chief:  # So that a run that ends early may go on here.
+            folder = options.model_dir / CHECKPOINTS
+            folder.mkdir(parents=True, exist_ok=True)
         curves, throughput = progress.Curves(), progress.Throughput()
         initial = StartFrom()
         every = options.compare_replicas_every

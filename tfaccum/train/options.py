@@ -418,7 +418,7 @@ def _define_checkpoint_flags(values: flags.FlagValues) -> None:
         None,
         "then end after the update, with a checkpoint and\n"
         f"exit code {EXIT_PREEMPTED}, as for SIGTERM",
-        lower_bound=1.0,
+        lower_bound=0.001,
         flag_values=values,
     )
     flags.DEFINE_bool(
