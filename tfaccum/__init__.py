@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         module = importlib.import_module(f"tfaccum.{_HOMES[name]}")
         return getattr(module, name)
-    if name in ("data", "layers"):
+    if name in ("boost", "data", "layers"):
         return importlib.import_module(f"tfaccum.{name}")
     raise AttributeError(f"module 'tfaccum' has no attribute {name!r}")
 
