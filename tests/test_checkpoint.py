@@ -469,7 +469,7 @@ def test_a_damaged_one_is_passed_over_with_a_message(tmp_path):
     with pytest.raises(Interrupted):
         fit(network(), [states, saver, InterruptAt(4)])
     newest = Snapshots(tmp_path / "checkpoints").paths()[-1]
-    (newest / "arrays.index").write_bytes(b"nothing")
+    (newest / "arrays-1.index").write_bytes(b"nothing")
     saver = tfaccum.Checkpoint(tmp_path, save_every_updates=1)
     with pytest.warns(UserWarning, match="is damaged.*update-00000004.*Using"):
         history = fit(network(), [states, saver])

@@ -177,6 +177,28 @@ def test_the_sbatch_file_trains(tools, tiny, tmp_path):
     assert_trained(tmp_path / f"runs/slurm-{os.getpid()}")
 
 
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(75, "requeue 4711\n"), (1, None), (0, None)]
+)
+def test_the_sbatch_file_queues_again_what_was_asked_to_end(
+    tools, tmp_path, code, requeued
+):
+    """And only that; the job ends with the code of its step."""
+    noted = tmp_path / "scontrol"
+    environment = tools(
+        srun=f"#!{{python}}\nraise SystemExit({code})\n",
+        scontrol="#!{python}\nimport os, sys\n"
+        "print(*sys.argv[1:], file=open(os.environ['NOTED'], 'w'))\n",
+    )
+    done = subprocess.run(
+        ["bash", SBATCH, "experiment.py"],
+        env={**environment, "SLURM_JOB_ID": "4711", "NOTED": str(noted)},
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert (noted.read_text() if noted.exists() else None) == requeued
+
+
 # --- Kubernetes -------------------------------------------------------------
 
 

@@ -50,14 +50,17 @@ def test_the_layout_is_the_documented_one(tmp_path):
     path = write(tmp_path, update=120)
     assert path.name == "update-00000120-epoch-0000-batch-000120"
     assert sorted(p.name for p in path.iterdir()) == [
-        "arrays.data-00000-of-00001",
-        "arrays.index",
+        "arrays-1.data-00000-of-00001",
+        "arrays-1.index",
+        "checkpoint",
         "manifest.json",
     ]
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format"] == 1
-    data = manifest["files"]["arrays.data-00000-of-00001"]
-    assert data["bytes"] == (path / "arrays.data-00000-of-00001").stat().st_size
+    data = manifest["files"]["arrays-1.data-00000-of-00001"]
+    assert (
+        data["bytes"] == (path / "arrays-1.data-00000-of-00001").stat().st_size
+    )
 
 
 def test_the_newest_of_them_and_how_many_are_kept(tmp_path):
@@ -78,9 +81,9 @@ def flip(path):
 
 
 DAMAGES = {
-    "a flipped bit": lambda p: flip(p / "arrays.data-00000-of-00001"),
-    "a shorter file": lambda p: os.truncate(p / "arrays.index", 10),
-    "a missing file": lambda p: (p / "arrays.index").unlink(),
+    "a flipped bit": lambda p: flip(p / "arrays-1.data-00000-of-00001"),
+    "a shorter file": lambda p: os.truncate(p / "arrays-1.index", 10),
+    "a missing file": lambda p: (p / "arrays-1.index").unlink(),
     "no manifest": lambda p: (p / "manifest.json").unlink(),
     "half a manifest": lambda p: os.truncate(p / "manifest.json", 30),
     "another format": lambda p: (p / "manifest.json").write_text(

@@ -2,11 +2,13 @@
 
     update-00000120-epoch-0002-batch-000048/
         manifest.json                   facts; size and SHA-256 of each file
-        arrays.index                    TensorFlow's checkpoint format:
-        arrays.data-00000-of-00001      tf.train.load_checkpoint(".../arrays")
+        checkpoint                      as tf.train.CheckpointManager writes
+        arrays-1.index                  them: tf.train.latest_checkpoint finds,
+        arrays-1.data-00000-of-00001    and tf.train.load_checkpoint reads them
 
-A snapshot is written under another name, flushed to the disk and then
-renamed. Nothing in it is code.
+A manager writes its files one after the other. So each snapshot is a folder
+with a manager of its own: written under another name, flushed to the disk and
+then renamed. Nothing in it is code.
 """
 
 import dataclasses
@@ -28,6 +30,9 @@ _NAME = re.compile(r"update-\d{8,}-epoch-\d{4,}-batch-\d{6,}")
 _PARTIAL = ".partial"
 _MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
+# How TensorFlow writes the name of an entry of a dict.
+_SLASH = ".S"
+_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 class DamagedError(Exception):
@@ -48,11 +53,14 @@ class Snapshot:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All arrays by name."""
-        reader = tf.train.load_checkpoint(str(self.path / _ARRAYS))
-        return {
-            name: reader.get_tensor(name)
-            for name in reader.get_variable_to_shape_map()
-        }
+        newest = tf.train.latest_checkpoint(str(self.path))
+        reader = tf.train.load_checkpoint(newest)
+        found = {}
+        for key in reader.get_variable_to_shape_map():
+            name = key.removeprefix(f"{_ARRAYS}/").removesuffix(_VALUE)
+            if name != key and key.startswith(_ARRAYS):
+                found[name.replace(_SLASH, "/")] = reader.get_tensor(key)
+        return found
 
 
 class Snapshots:
@@ -95,7 +103,7 @@ class Snapshots:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
-            _save(partial / _ARRAYS, arrays)
+            _save(partial, arrays)
             files = {path.name: _described(path) for path in partial.iterdir()}
             manifest = {"format": FORMAT, "files": files, "facts": facts}
             text = json.dumps(manifest, indent=1)
@@ -166,15 +174,16 @@ class Snapshots:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _save(prefix: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def _save(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         with tf.device("CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=str(prefix),
-                tensor_names=list(arrays),
-                shape_and_slices=[""] * len(arrays),
-                tensors=[tf.constant(array) for array in arrays.values()],
-            )
+            held = {name: tf.Variable(array) for name, array in arrays.items()}
+            tf.train.CheckpointManager(
+                tf.train.Checkpoint(**{_ARRAYS: held}),
+                str(folder),
+                max_to_keep=None,
+                checkpoint_name=_ARRAYS,
+            ).save()
     except tf.errors.OpError as error:
         raise OSError(error.message) from error
 
