@@ -1,5 +1,6 @@
 """Sets TensorFlow up once, before anything imports it, and resets Keras."""
 
+import contextlib
 import gc
 import os
 
@@ -8,10 +9,27 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
 
-import hypothesis  # noqa: E402
-import keras  # noqa: E402
-import pytest  # noqa: E402
-import tensorflow as tf  # noqa: E402
+
+@contextlib.contextmanager
+def _without_stderr():
+    """Drops what TensorFlow's C++ writes at its start, whatever the level."""
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
+
+
+with _without_stderr():
+    import hypothesis
+    import keras
+    import pytest
+    import tensorflow as tf
+
+    tf.config.list_physical_devices()  # Looks for CUDA, and complains.
 
 from tests import workers  # noqa: E402
 
