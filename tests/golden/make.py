@@ -1,7 +1,8 @@
 """Makes the golden checkpoint: `python -m tests.golden.make`.
 
 Not to be run again for the same format: later versions have to read what this
-one has written. `tests/test_golden.py` says what is in it.
+one has written, with the oldest Keras that is supported: an older Keras does
+not read every model of a newer one. `tests/test_golden.py` says what is in it.
 """
 
 import json
