@@ -234,6 +234,36 @@ def test_callbacks_remember(tmp_path):
     assert found == expected
 
 
+class StopOnce(keras.callbacks.Callback):
+    """Asks to stop, once, after so many calls of its own life."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.calls = call, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls += 1
+        if self.calls == self.call:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("call", [3, 5])
+def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, call):
+    """Killed when that was saved: in an epoch, and at the end of one."""
+    saver = tfaccum.Checkpoint(tmp_path, save_every_updates=1)
+    with pytest.raises(Interrupted):
+        fit(network(), [StopOnce(call), saver, InterruptAt(call)])
+    model, look = network(), Count()
+    history = fit(model, [look, tfaccum.Checkpoint(tmp_path)])
+    assert look.calls == 0
+    whole = network()
+    assert history == fit(whole, [StopOnce(call)])
+    for mine, other in zip(
+        model.get_weights(), whole.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+
+
 class Remembers(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()

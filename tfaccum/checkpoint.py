@@ -257,6 +257,7 @@ class Checkpoint(keras.callbacks.Callback):
             facts["logs"],
             facts["accumulation"],
             facts["shuffle_seed"],
+            facts["is_stopped"],
         )
         if self._best is not None:
             self._best.value = facts["best"]
@@ -329,6 +330,10 @@ class Checkpoint(keras.callbacks.Callback):
         update, position = self._run.num_updates, self._run.position
         self._saved_at = (update, position)
         arrays = self._state.read()  # All workers.
+        is_stopped = agreement.any_worker(
+            model.distribute_strategy,
+            model.stop_training and not self._run.is_preempted,
+        )
         if not self._is_first:
             return
         facts = {
@@ -337,6 +342,7 @@ class Checkpoint(keras.callbacks.Callback):
             "position": [position.epoch, position.batch],
             "logs": dict(logs or {}),
             "shuffle_seed": self._run.shuffle_seed,
+            "is_stopped": is_stopped,
             "best": self._best and self._best.value,
             "skips_in_a_row": model.skips_in_a_row,
             "accumulation": self._run.accumulation,

@@ -153,6 +153,8 @@ class HostLoop(Evaluation):
         logs: dict[str, float] = {}
         for epoch in range(first, epochs):
             if not run.position.batch:
+                if run.is_stopped:
+                    break
                 self.reset_metrics()
             callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(run, source, callbacks)
@@ -172,7 +174,7 @@ class HostLoop(Evaluation):
             run.position = Position(epoch + 1)
             callbacks.on_epoch_end(epoch, logs)
             self.stop_training = agreement.any_worker(
-                self.distribute_strategy, self.stop_training
+                self.distribute_strategy, self.stop_training or run.is_stopped
             )
             if self.stop_training:
                 self._end_if_preempted(run, callbacks)
@@ -278,6 +280,7 @@ class HostLoop(Evaluation):
         iterator = source.begin_epoch(epoch, done if run.is_resumed else None)
         total, more, stops = source.num_batches, True, False
         logs, run.logs = run.logs, {}
+        more = not run.is_stopped
         while more and (total is None or done < total):
             windows, steps = self._next_windows(run)
             batches = windows * steps
@@ -300,13 +303,14 @@ class HostLoop(Evaluation):
             stops = self.stop_training
             if stops and not self._has_other_workers:
                 break
-        if not more and total is not None and done < total:
+        ended = not more and not run.is_stopped
+        if ended and total is not None and done < total:
             warnings.warn(
                 f"The data ended after {done} of {total} batches. Use "
                 "`.repeat()`, or a smaller `steps_per_epoch`.",
                 stacklevel=3,
             )
-        source.end_epoch(done, exhausted=not more)
+        source.end_epoch(done, exhausted=ended)
         return dict(logs)
 
     def _next_windows(self, run: Run) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class Run:
         pauses_every: callbacks get control after each Nth update, whatever
             `steps_per_execution` is; None: when a call has made its windows.
         is_resumed: whether it goes on where another run has stopped.
+        is_stopped: whether a callback of that run had ended the training.
         is_preempted: whether it was asked to end, to go on later.
         until_end: what a callback has begun that must end with `fit`, however
             that ends.
@@ -60,7 +61,7 @@ class Run:
         self.logs: dict[str, float] = {}
         self.callbacks: list[Any] = []
         self.pauses_every: int | None = None
-        self.is_resumed = self.is_preempted = False
+        self.is_resumed = self.is_stopped = self.is_preempted = False
         self.until_end = contextlib.ExitStack()
 
     def resume(
@@ -69,6 +70,7 @@ class Run:
         logs: dict[str, float],
         accumulation: str | int,
         shuffle_seed: int | None,
+        is_stopped: bool,
     ) -> None:
         """Goes on where another run has stopped.
 
@@ -78,6 +80,7 @@ class Run:
             accumulation: K with which that run has counted; see
                 `accumulation`.
             shuffle_seed: of that run's order of arrays, if it had one.
+            is_stopped: whether a callback had ended the training there.
 
         Context: `on_train_begin`.
         """
@@ -95,6 +98,7 @@ class Run:
         self.position = Position(position.epoch, batch)
         self.logs = dict(logs)
         self.is_resumed = True
+        self.is_stopped = is_stopped
         if shuffle_seed is not None:
             self._source.shuffle_seed = shuffle_seed
 
