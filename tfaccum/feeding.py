@@ -12,6 +12,7 @@ the other workers whether they still have data, and a worker that has run out
 still takes part in the last update, with weight zero.
 """
 
+import functools
 import itertools
 import math
 import types
@@ -312,7 +313,8 @@ class Source:
         self._adapter: Any = None
         self._py_dataset: Any = None
         self._first_rows: int | None = None
-        self._content = _content(x, **arguments)
+        # Computed for several workers only.
+        self._content = functools.partial(_content, x, **arguments)
         worker, num_workers = strategies.worker_index(strategy)
         self.is_share = True
         if isinstance(x, EpochData):
@@ -425,7 +427,7 @@ class Source:
         return {
             "elements": self.spec,
             "number of batches": self.num_batches,
-            "content": self._content,
+            "content": self._content(),
             "shuffle seed": self.shuffle_seed,
         }
 
