@@ -20,8 +20,10 @@ PACKAGE = "tfaccum"
 # Inside a row, no two rooms may import each other.
 LAYERS = (
     ("batching", "schedule", "versions"),
-    ("cluster", "rendezvous", "strategy", "agreement", "fingerprints"),
+    ("cluster", "rendezvous", "strategy"),
     (
+        "agreement",
+        "fingerprints",
         "accumulator",
         "reduction",
         "loss_scale",

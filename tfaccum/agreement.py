@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfaccum import keras_private
+from tfaccum import keras_private, reduction
 from tfaccum import strategy as strategies
 from tfaccum.cluster import host_and_port
 
@@ -79,12 +79,10 @@ def any_worker(strategy: tf.distribute.Strategy, flag: bool) -> bool:
 def _sum_over_replicas(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
     """A traced function; a collective of its own each time would be slow."""
 
-    def of_replica(value: tf.Tensor) -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        total = tf.distribute.ReduceOp.SUM
-        return context.all_reduce(total, tf.identity(value))
+    def total(value: tf.Tensor) -> Any:
+        return strategy.run(reduction.all_reduce_sum, args=(value,))
 
-    return tf.function(lambda value: strategy.run(of_replica, args=(value,)))
+    return tf.function(total, autograph=False)
 
 
 def gather(strategy: tf.distribute.Strategy, mine: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfaccum import strategy as strategies
+from tfaccum import reduction
 
 # Odd, so that the product with it loses nothing (2^64 / golden ratio).
 _MULTIPLIER = -7046029254386353131
@@ -57,10 +57,8 @@ class Fingerprints:
         return self._strategy.run(self._of_replica)
 
     def _of_replica(self) -> tf.Tensor:
-        mine = tf.stack(
-            [fingerprint(tf.convert_to_tensor(v)) for v in self._variables]
-        )[tf.newaxis]
-        if strategies.num_replicas(self._strategy) == 1:
-            return mine
-        context = tf.distribute.get_replica_context()
-        return context.all_gather(mine, axis=0)
+        return reduction.from_each_replica(
+            tf.stack(
+                [fingerprint(tf.convert_to_tensor(v)) for v in self._variables]
+            )
+        )

@@ -80,7 +80,7 @@ def divided(total: Gradient, weight: tf.Tensor) -> Gradient:
 
 
 def all_reduce_sum(tensors: Any) -> Any:
-    """The sum over all replicas of a nest of dense float tensors.
+    """The sum over all replicas of a nest of dense numeric tensors.
 
     All tensors of one dtype travel in one packed collective. With one replica
     they are returned untouched.
@@ -101,6 +101,24 @@ def all_reduce_sum(tensors: Any) -> Any:
         for i, tensor in zip(places, reduced, strict=True):
             flat[i] = tensor
     return tf.nest.pack_sequence_as(tensors, flat)
+
+
+def from_each_replica(tensors: Any) -> Any:
+    """A nest of dense tensors with a first axis: the replicas, in order.
+
+    The same on every replica; their shapes have to be the same too.
+
+    Context: replica.
+    """
+    context = tf.distribute.get_replica_context()
+    rows = tf.nest.map_structure(
+        lambda tensor: tf.identity(tensor)[tf.newaxis], tensors
+    )
+    if context.num_replicas_in_sync == 1:
+        return rows
+    return tf.nest.map_structure(
+        lambda row: context.all_gather(row, axis=0), rows
+    )
 
 
 def all_reduce_gradients(

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfaccum import reduction
 from tfaccum import strategy as strategies
 
 Arrays = Mapping[str, np.ndarray]
@@ -111,17 +112,8 @@ class TrainingState:
 
     def _gathered(self) -> Any:
         def of_replica() -> dict[str, tf.Tensor]:
-            mine = {
-                name: tf.identity(v.value)[tf.newaxis]
-                for name, v in self._own.items()
-            }
-            if strategies.num_replicas(self._strategy) == 1:
-                return mine
-            context = tf.distribute.get_replica_context()
-            return {
-                name: context.all_gather(value, axis=0)
-                for name, value in mine.items()
-            }
+            mine = {name: v.value for name, v in self._own.items()}
+            return reduction.from_each_replica(mine)
 
         return self._strategy.run(of_replica)
 
@@ -148,11 +140,9 @@ class TrainingState:
         def of_replica(bits: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             context = tf.distribute.get_replica_context()
             first = tf.equal(context.replica_id_in_sync_group, 0)
-            total = tf.distribute.ReduceOp.SUM
-            return [
-                context.all_reduce(total, tf.where(first, b, tf.zeros_like(b)))
-                for b in bits
-            ]
+            return reduction.all_reduce_sum(
+                [tf.where(first, b, tf.zeros_like(b)) for b in bits]
+            )
 
         return self._strategy.run(of_replica, args=(bits,))
 
