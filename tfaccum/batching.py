@@ -240,6 +240,25 @@ class BatchPlan:
         )
 
 
+def check_count(name: str, value: object) -> int:
+    """Returns `value`, which has to be an int of at least 1.
+
+    Raises:
+        TypeError: if it is not an int.
+        ValueError: if it is less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`{name}` must be an int. Received: {name}={value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be at least 1. Received: {name}={value}."
+        )
+    return value
+
+
 def _checked_int(
     name: str, value: object, sources: Mapping[str, str], minimum: int = 1
 ) -> int:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfaccum import strategy as strategies
+from tfaccum.batching import check_count
 from tfaccum.fingerprints import Fingerprints
 from tfaccum.window import Update
 
@@ -260,19 +261,7 @@ class CompareReplicas(UpdateCallback):
 
     def __init__(self, every_updates: int = 100):
         super().__init__()
-        if isinstance(every_updates, bool) or not isinstance(
-            every_updates, int
-        ):
-            raise TypeError(
-                "`every_updates` must be an int. Received: every_updates="
-                f"{every_updates!r}."
-            )
-        if every_updates < 1:
-            raise ValueError(
-                "`every_updates` must be at least 1. Received: every_updates="
-                f"{every_updates}."
-            )
-        self._every_updates = every_updates
+        self._every_updates = check_count("every_updates", every_updates)
         self._compared_at = 0
         self._num_variables = 0
         self._fingerprints: Any = None

@@ -22,6 +22,7 @@ import numpy as np
 
 from tfaccum import agreement, loss_scale
 from tfaccum import strategy as strategies
+from tfaccum.batching import check_count
 from tfaccum.run import Position, Run
 from tfaccum.snapshots import Snapshot, Snapshots
 from tfaccum.state import TrainingState
@@ -79,8 +80,9 @@ class Checkpoint(keras.callbacks.Callback):
         resume: "auto": if there is a checkpoint. "must": else an error.
             "never": an error if there is one.
         max_run_seconds: from now on, > 0; or None.
-        allow_changes: whether a run may go on with another global batch or
-            optimizer. Another model never can.
+        allow_changes: whether a run may go on with another global batch,
+            optimizer or model. Of the last two, variables of the same path,
+            dtype and shape are taken over, and the update counter.
 
     Context: every worker has it.
 
@@ -109,8 +111,8 @@ class Checkpoint(keras.callbacks.Callback):
     ):
         super().__init__()
         if save_every_updates is not None:
-            _check_count("save_every_updates", save_every_updates)
-        _check_count("keep", keep)
+            check_count("save_every_updates", save_every_updates)
+        check_count("keep", keep)
         if resume not in RESUME:
             raise ValueError(
                 f"`resume` must be one of {', '.join(RESUME)}. Received: "
@@ -560,12 +562,3 @@ def _replace(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".partial")
     aside.write_text(text)
     aside.replace(path)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an int. Received: {name}={value!r}.")
-    if value < 1:
-        raise ValueError(
-            f"`{name}` must be at least 1. Received: {name}={value}."
-        )

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.batching import check_count
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
@@ -149,8 +150,8 @@ class Model(HostLoop, keras.Model):
         strategies.check_supported(self.distribute_strategy)
         schedule = AccumulationSchedule(gradient_accumulation_steps)
         if micro_batch_size is not None:
-            _check_count("micro_batch_size", micro_batch_size)
-        _check_count("max_consecutive_skips", max_consecutive_skips)
+            check_count("micro_batch_size", micro_batch_size)
+        check_count("max_consecutive_skips", max_consecutive_skips)
         _check_choice(
             "accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES
         )
@@ -458,15 +459,3 @@ def _scale_config(scale: Any) -> Any:
     if isinstance(scale, LossScale):
         return dataclasses.asdict(scale)
     return scale
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-            f"`{name}` must be an int. Received: {name}={value!r} of type "
-            f"{type(value).__name__}."
-        )
-    if value < 1:
-        raise ValueError(
-            f"`{name}` must be at least 1. Received: {name}={value}."
-        )

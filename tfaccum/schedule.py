@@ -3,6 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, Union
 
+from tfaccum.batching import check_count
+
+_NAME = "gradient_accumulation_steps"
+
 Steps: TypeAlias = Union[int, Sequence[tuple[int, int]], Callable[[int], int]]
 
 
@@ -35,7 +39,7 @@ class AccumulationSchedule:
                 f"{type(steps).__name__}."
             ) from None
         for _, k in self._pairs:
-            _check(k)
+            check_count(_NAME, k)
         updates = [update for update, _ in self._pairs]
         if updates[:1] != [0] or any(
             not isinstance(later, int) or later <= earlier
@@ -50,7 +54,7 @@ class AccumulationSchedule:
     def at(self, update: int) -> int:
         """K of the window after so many updates."""
         if self._function is not None:
-            return _check(self._function(update))
+            return check_count(_NAME, self._function(update))
         return [k for start, k in self._pairs if start <= update][-1]
 
     def windows_alike(self, update: int, most: int) -> int:
@@ -81,18 +85,3 @@ class AccumulationSchedule:
         return ", ".join(
             [str(first[1]), *(f"{k} from update {u}" for u, k in others)]
         )
-
-
-def _check(steps: object) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(
-            "`gradient_accumulation_steps` must be an int. Received: "
-            f"gradient_accumulation_steps={steps!r} of type "
-            f"{type(steps).__name__}."
-        )
-    if steps < 1:
-        raise ValueError(
-            "`gradient_accumulation_steps` must be at least 1. Received: "
-            f"gradient_accumulation_steps={steps}."
-        )
-    return steps
