@@ -278,9 +278,8 @@ class HostLoop(Evaluation):
         """The windows of one epoch from `run.position`; returns its logs."""
         epoch, done = run.position.epoch, run.position.batch
         iterator = source.begin_epoch(epoch, done if run.is_resumed else None)
-        total, more, stops = source.num_batches, True, False
+        total, more, stops = source.num_batches, not run.is_stopped, False
         logs, run.logs = run.logs, {}
-        more = not run.is_stopped
         while more and (total is None or done < total):
             windows, steps = self._next_windows(run)
             batches = windows * steps

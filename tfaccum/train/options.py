@@ -50,6 +50,16 @@ _SIZES = {
     "micro_batch_size": "micro_batch",
     "gradient_accumulation_steps": "accumulation_steps",
 }
+# How a cluster is found, started and connected.
+_CLUSTER = (
+    "cluster",
+    "worker_hosts",
+    "task_index",
+    "start_timeout",
+    "communication",
+    "bytes_per_pack",
+    "collective_timeout",
+)
 _GROUPS = {
     "What to train": ("experiment",),
     "Batches: global = micro x replicas x accumulation steps; two are enough": (
@@ -68,13 +78,7 @@ _GROUPS = {
     ),
     "Devices": ("strategy", "devices", "virtual_devices"),
     "Several replicas and workers": (
-        "cluster",
-        "worker_hosts",
-        "task_index",
-        "start_timeout",
-        "communication",
-        "bytes_per_pack",
-        "collective_timeout",
+        *_CLUSTER,
         "wire_dtype",
         "compare_replicas_every",
     ),
@@ -103,13 +107,7 @@ _NOT_IN_FINGERPRINT = (
     "experiment",
     "model_dir",
     "data_dir",
-    "cluster",
-    "worker_hosts",
-    "task_index",
-    "start_timeout",
-    "communication",
-    "bytes_per_pack",
-    "collective_timeout",
+    *_CLUSTER,
 )
 
 
