@@ -1,5 +1,7 @@
 """Two workers agree before anything takes effect."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -19,20 +21,9 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """Tells what both workers found, which has to be the same."""
-    first, second = workers.run_workers(
-        "tests.multi_worker.worker",
-        2,
-        timeout=180,
-        args=[f"agreement_checks.{name}" for name in CHECKS],
-        directory=tmp_path_factory.mktemp("workers"),
-    )
-
-    def of(name):
-        name = f"agreement_checks.{name}"
-        assert first.result[name] == second.result[name]
-        return first.result[name]
-
-    return of
+    directory = tmp_path_factory.mktemp("workers")
+    results = workers.run_checks("agreement_checks", CHECKS, directory)
+    return functools.partial(workers.same, results)
 
 
 # --- M5: decisions of callbacks -------------------------------------------

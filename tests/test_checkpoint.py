@@ -19,19 +19,29 @@ class Interrupted(Exception):
     pass
 
 
-class InterruptAt(keras.callbacks.Callback):
-    """Raises after so many train calls, when they have been saved."""
+class Count(keras.callbacks.Callback):
+    """Counts train calls; `act` is called at one of them."""
 
-    runs_last = True
-
-    def __init__(self, call):
+    def __init__(self, call=None):
         super().__init__()
         self.call, self.calls = call, 0
 
     def on_train_batch_end(self, batch, logs=None):
         self.calls += 1
         if self.calls == self.call:
-            raise Interrupted
+            self.act()
+
+    def act(self):
+        raise NotImplementedError
+
+
+class InterruptAt(Count):
+    """Raises when the call has been saved."""
+
+    runs_last = True
+
+    def act(self):
+        raise Interrupted
 
 
 def data(rows=74):
@@ -70,17 +80,6 @@ def network(replicas=1, **arguments):
         )
     keras.config.set_dtype_policy("float32")
     return model
-
-
-class Count(keras.callbacks.Callback):
-    """Counts train calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls += 1
 
 
 class AllStates(keras.callbacks.Callback):
@@ -139,6 +138,13 @@ def assert_same(found, expected):
     assert states.keys() >= wanted.keys()
     for place, state in wanted.items():
         assert states[place] == state, place
+
+
+def assert_same_weights(model, other):
+    for mine, wanted in zip(
+        model.get_weights(), other.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(mine, wanted)
 
 
 def undisturbed(build, **arguments):
@@ -234,17 +240,11 @@ def test_callbacks_remember(tmp_path):
     assert found == expected
 
 
-class StopOnce(keras.callbacks.Callback):
-    """Asks to stop, once, after so many calls of its own life."""
+class StopOnce(Count):
+    """Asks to stop, once, at a call of its own life."""
 
-    def __init__(self, call):
-        super().__init__()
-        self.call, self.calls = call, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls += 1
-        if self.calls == self.call:
-            self.model.stop_training = True
+    def act(self):
+        self.model.stop_training = True
 
 
 @pytest.mark.parametrize("call", [3, 5])
@@ -258,10 +258,7 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, call):
     assert look.calls == 0
     whole = network()
     assert history == fit(whole, [StopOnce(call)])
-    for mine, other in zip(
-        model.get_weights(), whole.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(mine, other)
+    assert_same_weights(model, whole)
 
 
 class Remembers(keras.callbacks.Callback):
@@ -368,10 +365,7 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     again = fit(model, [look, tfaccum.Checkpoint(tmp_path)])
     assert again == first and not look.calls
     # At the end the moving average has taken the weights' place.
-    for mine, other in zip(
-        model.get_weights(), whole.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(mine, other)
+    assert_same_weights(model, whole)
 
 
 # --- When it is saved -----------------------------------------------------
@@ -624,15 +618,9 @@ def test_best_of_something_that_is_not_logged(tmp_path):
 # --- Asked to end ---------------------------------------------------------
 
 
-class SendTerm(keras.callbacks.Callback):
-    def __init__(self, call):
-        super().__init__()
-        self.call, self.calls = call, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls += 1
-        if self.calls == self.call:
-            signal.raise_signal(signal.SIGTERM)
+class SendTerm(Count):
+    def act(self):
+        signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize("call", [1, 3, 5])

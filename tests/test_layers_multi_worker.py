@@ -3,6 +3,7 @@
 One pair of workers goes through all of `norm_checks`.
 """
 
+import functools
 import itertools
 
 import numpy as np
@@ -17,26 +18,14 @@ CHECKS = ("windows", "skipped", "collectives", "communicating", "one_stops")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each worker found."""
-    found = workers.run_workers(
-        "tests.multi_worker.worker",
-        2,
-        timeout=240,
-        args=[f"norm_checks.{name}" for name in CHECKS],
-        directory=tmp_path_factory.mktemp("workers"),
-    )
-    return [worker.result for worker in found]
+    directory = tmp_path_factory.mktemp("workers")
+    return workers.run_checks("norm_checks", CHECKS, directory, timeout=240)
 
 
 @pytest.fixture
 def both(results):
     """Tells what both workers found, the same to the bit."""
-
-    def of(check):
-        first, second = (result[f"norm_checks.{check}"] for result in results)
-        assert first == second
-        return first
-
-    return of
+    return functools.partial(workers.same, results)
 
 
 def moved(batches):

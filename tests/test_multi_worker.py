@@ -4,6 +4,8 @@ Starting a worker takes seconds, so that one pair of them goes through all
 checks of `tests/multi_worker/checks.py`, and each test looks at one of them.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -38,27 +40,15 @@ def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("workers")
     data_dir = directory / "data"
     checks.pipeline(data_dir)  # Writes the files, before two workers would.
-    found = workers.run_workers(
-        "tests.multi_worker.worker",
-        2,
-        timeout=180,
-        args=CHECKS,
-        env={"DIGITS": str(data_dir)},
-        directory=directory,
+    return workers.run_checks(
+        "checks", CHECKS, directory, env={"DIGITS": str(data_dir)}
     )
-    return [worker.result for worker in found]
 
 
 @pytest.fixture
 def both(results):
     """Tells what both workers found, which has to be the same."""
-
-    def of(name):
-        first, second = (result[name] for result in results)
-        assert first == second
-        return first
-
-    return of
+    return functools.partial(workers.same, results)
 
 
 # --- D1, D16: T by hand ---------------------------------------------------

@@ -23,14 +23,8 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each worker found."""
-    found = workers.run_workers(
-        "tests.multi_worker.worker",
-        2,
-        timeout=180,
-        args=[f"precision_checks.{name}" for name in CHECKS],
-        directory=tmp_path_factory.mktemp("workers"),
-    )
-    return [worker.result for worker in found]
+    directory = tmp_path_factory.mktemp("workers")
+    return workers.run_checks("precision_checks", CHECKS, directory)
 
 
 @pytest.fixture
@@ -41,10 +35,7 @@ def both(results):
     """
 
     def of(check, case):
-        first, second = (
-            dict(result[f"precision_checks.{check}"][case])
-            for result in results
-        )
+        first, second = (dict(result[check][case]) for result in results)
         culprits = [found.pop("culprits") for found in (first, second)]
         assert first == second
         return {**first, "culprits": culprits}

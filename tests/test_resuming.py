@@ -283,7 +283,7 @@ def begin_all(command, shape, tmp_path):
                 [sys.executable, "-m", MODULE, *map(str, command)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **environment},
+                env=environment,
             )
         )
     return processes

@@ -124,6 +124,40 @@ def run_workers(
     return results
 
 
+def run_checks(module, names, directory, timeout=180, **options):
+    """What two workers find in checks of a module of `tests.multi_worker`.
+
+    Args:
+        module: its name.
+        names: of the functions, in the order in which they run.
+        directory: where outputs are written.
+        timeout: Seconds until both have to be finished. Default 180.
+        options: as in `run_workers`.
+
+    Returns:
+        For each worker a dict of results by name.
+    """
+    found = run_workers(
+        "tests.multi_worker.worker",
+        2,
+        timeout=timeout,
+        args=[f"{module}.{name}" for name in names],
+        directory=directory,
+        **options,
+    )
+    return [
+        {name: worker.result[f"{module}.{name}"] for name in names}
+        for worker in found
+    ]
+
+
+def same(results, name):
+    """What both workers have found in a check, which has to be the same."""
+    first, second = (result[name] for result in results)
+    assert first == second
+    return first
+
+
 def _run_once(
     script_or_module, num_workers, *, timeout, args, env, grace, folder
 ):

@@ -1,7 +1,6 @@
 """Runs checks by name on this worker and writes what came out of them.
 
-A name is that of a function of `checks`, or "module.function" of another
-module beside it.
+A name is "module.function", of a module beside this one.
 """
 
 import importlib
@@ -15,7 +14,7 @@ import tfaccum
 
 def check_of(name):
     module, _, function = name.rpartition(".")
-    module = importlib.import_module(f"{__package__}.{module or 'checks'}")
+    module = importlib.import_module(f"{__package__}.{module}")
     return getattr(module, function)
 
 
