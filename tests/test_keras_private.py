@@ -639,3 +639,11 @@ def test_separate_collective_keys():
         model = toy.toy(replicas)
         toy.fit(model, toy.batches([1, 2, 3, 6]))
         assert toy.weight_of(model) == -3
+
+
+def test_local_cpus():
+    """A worker without a cluster counts its devices as any other does."""
+    with keras_private.local_cpus(3):
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == 3
+    assert tf.distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1

@@ -497,7 +497,7 @@ def test_threads_that_were_chosen_are_kept(monkeypatch):
 
 
 def test_two_workers_train_together(start, tmp_path):
-    """With the command; and the same as one worker with the same batches."""
+    """With the command, and two virtual devices each."""
     experiment = tmp_path / "tiny.py"
     text = textwrap.dedent(TINY).replace("LAYERS", "keras.layers.Dense(1)")
     text = text.replace("OPTIMIZER", "SGD").replace("UPDATES", "6")
@@ -511,13 +511,15 @@ def test_two_workers_train_together(start, tmp_path):
             "tfaccum.train",
             f"--experiment={experiment}",
             f"--model_dir={tmp_path / 'm'}",
+            "--virtual_devices=2",
+            "--micro_batch=2",
         ),
     )
     out, err = each.process.communicate(timeout=200)
     assert each.process.returncode == 0, err
-    assert "global batch 16 = 4 micro-batch x 2 replicas x 2 micro-steps" in out
+    assert "global batch 16 = 2 micro-batch x 4 replicas x 2 micro-steps" in out
     summary = json.loads((tmp_path / "m/summary.json").read_text())
-    assert summary["plan"]["num_replicas"] == 2
+    assert summary["plan"]["num_replicas"] == 4
     assert summary["results"]["updates"] == 6
     # Worker 1 has its own log, and nothing to say.
     assert "global batch" not in each.log(1)

@@ -197,7 +197,7 @@ def test_a_mistake_in_the_experiment_is_found_early(
         (
             '{"cluster": {"worker": ["a:1", "b:1"]}, '
             '"task": {"type": "worker", "index": 0}}',
-            "--virtual_devices must not be given when TF_CONFIG",
+            "--strategy=mirrored must not be given when TF_CONFIG",
         ),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_mistake_in_TF_CONFIG_is_found_early(
     config, message, monkeypatch, capsys
 ):
     monkeypatch.setenv("TF_CONFIG", config)
-    assert run_here(DIGITS, "--virtual_devices=2") == 2
+    assert run_here(DIGITS, "--strategy=mirrored") == 2
     assert message in capsys.readouterr().err
 
 

@@ -78,6 +78,16 @@ def strategy_of(replicas):
     return tfaccum.make_strategy([f"CPU:{i}" for i in range(replicas)])
 
 
+def worker_strategy(replicas):
+    """The strategy of a worker with so many replicas."""
+    if replicas > 1:
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
+        )
+    return tfaccum.make_strategy()
+
+
 def scalar(start=0.0, name="w", **arguments):
     """A layer that multiplies a last axis of size 1 by one weight."""
     return keras.layers.Dense(

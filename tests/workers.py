@@ -124,7 +124,7 @@ def run_workers(
     return results
 
 
-def run_checks(module, names, directory, timeout=180, **options):
+def run_checks(module, names, directory, timeout=180, replicas=1, **options):
     """What two workers find in checks of a module of `tests.multi_worker`.
 
     Args:
@@ -132,6 +132,7 @@ def run_checks(module, names, directory, timeout=180, **options):
         names: of the functions, in the order in which they run.
         directory: where outputs are written.
         timeout: Seconds until both have to be finished. Default 180.
+        replicas: of each worker.
         options: as in `run_workers`.
 
     Returns:
@@ -141,7 +142,10 @@ def run_checks(module, names, directory, timeout=180, **options):
         "tests.multi_worker.worker",
         2,
         timeout=timeout,
-        args=[f"{module}.{name}" for name in names],
+        args=[
+            f"replicas={replicas}",
+            *(f"{module}.{name}" for name in names),
+        ],
         directory=directory,
         **options,
     )

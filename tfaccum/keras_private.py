@@ -22,6 +22,7 @@ from keras.src.models.model import functional_init_arguments
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.utils import rng_utils
+from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
 
@@ -464,6 +465,31 @@ def report_failure(message: str) -> None:
     context's private object reaches the coordination service.
     """
     context.context().report_error_to_cluster(tf.errors.ABORTED, message)
+
+
+@contextlib.contextmanager
+def local_cpus(count: int) -> Iterator[None]:
+    """Inside, a MultiWorkerMirroredStrategy has so many CPUs on this worker.
+
+    It counts GPUs alone, and takes one CPU where there are none, whatever
+    logical devices there are.
+
+    Source: `CollectiveAllReduceExtended._initialize_local_devices`.
+    """
+
+    def local_devices(
+        self: Any, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        names = (f"{worker_device}/device:CPU:{i}" for i in range(count))
+        return tuple(names), "CPU"
+
+    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+    original = extended._initialize_local_devices
+    extended._initialize_local_devices = local_devices
+    try:
+        yield
+    finally:
+        extended._initialize_local_devices = original
 
 
 def separate_collective_keys() -> None:

@@ -143,6 +143,7 @@ def _join(
             cluster,
             {
                 "GPUs of a worker": str(len(gpus)),
+                "virtual devices of a worker": str(_num_virtual_devices()),
                 "communication": options.implementation.value.lower(),
                 "bytes_per_pack": str(options.bytes_per_pack),
                 "collective_timeout": str(options.timeout_seconds or 0),
@@ -151,7 +152,11 @@ def _join(
             start_timeout,
         )
         _joined = cluster
-    with _limit(start_timeout), _own_sigterm():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_limit(start_timeout))
+        stack.enter_context(_own_sigterm())
+        if count := _num_virtual_devices():
+            stack.enter_context(keras_private.local_cpus(count))
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
@@ -163,6 +168,14 @@ def _join(
         )
     _leave_together(strategy)
     return strategy
+
+
+def _num_virtual_devices() -> int:
+    """Logical devices made of the CPU, which stand for GPUs; 0 for none."""
+    if tf.config.list_physical_devices("GPU"):
+        return 0
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    return len(tf.config.get_logical_device_configuration(cpu) or ())
 
 
 @contextlib.contextmanager

@@ -12,33 +12,9 @@ import sys
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy
 
-import tfaccum
-from tests import law
+from tests import law, toy
 from tfaccum import callbacks
-
-
-def make_strategy(replicas):
-    """A strategy with so many replicas on this worker.
-
-    TensorFlow counts GPUs alone and takes one CPU; here logical ones stand for
-    several GPUs.
-    """
-    if replicas == 1:
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
-    )
-
-    def local_devices(self, cluster_resolver, worker_device):
-        names = [f"{worker_device}/device:CPU:{i}" for i in range(replicas)]
-        return tuple(names), "CPU"
-
-    extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-    extended._initialize_local_devices = local_devices
-    return tfaccum.make_strategy()
 
 
 def in_step(strategy):
@@ -77,7 +53,7 @@ NAMED = {"in_step": in_step, "out_of_step": out_of_step}
 
 def main():
     replicas, *cases = sys.argv[1:]
-    strategy = make_strategy(int(replicas))
+    strategy = toy.worker_strategy(int(replicas))
     keras.config.set_floatx("float64")
     outcomes = {"replicas": strategy.num_replicas_in_sync}
     for case in cases:

@@ -1,6 +1,7 @@
 """Runs checks by name on this worker and writes what came out of them.
 
-A name is "module.function", of a module beside this one.
+A name is "module.function", of a module beside this one. "replicas=2" ahead
+of them makes so many replicas on this worker.
 """
 
 import importlib
@@ -9,7 +10,7 @@ import os
 import sys
 import time
 
-import tfaccum
+from tests import toy
 
 
 def check_of(name):
@@ -19,9 +20,13 @@ def check_of(name):
 
 
 def main():
-    strategy = tfaccum.make_strategy()
+    names = sys.argv[1:]
+    replicas = 1
+    if names[0].startswith("replicas="):
+        replicas = int(names.pop(0).partition("=")[2])
+    strategy = toy.worker_strategy(replicas)
     results = {}
-    for name in sys.argv[1:]:
+    for name in names:
         print(f"{time.process_time():.0f} s, begins {name}")
         results[name] = check_of(name)(strategy)
     with open(os.environ["TFACCUM_RESULT"], "w") as file:

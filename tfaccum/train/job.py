@@ -251,7 +251,8 @@ def _make_strategy(options: Options) -> tf.distribute.Strategy:
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * count
         )
-        devices = [f"CPU:{index}" for index in range(count)]
+        if not options.cluster:  # There a worker has all that it sees.
+            devices = [f"CPU:{index}" for index in range(count)]
     if options.strategy == "one_device" and devices is None:
         gpus = tf.config.list_logical_devices("GPU")
         devices = ["GPU:0" if gpus else "CPU:0"]

@@ -620,8 +620,8 @@ def _check_devices(values: flags.FlagValues, cluster: Cluster | None) -> None:
             f"Received: --devices={','.join(devices)} and "
             f"--virtual_devices={virtual}."
         )
-    if cluster and (count or strategy not in ("auto", "multi_worker")):
-        what = f"{named}" if count else f"--strategy={strategy}"
+    if cluster and (devices or strategy not in ("auto", "multi_worker")):
+        what = "--devices" if devices else f"--strategy={strategy}"
         raise UsageError(
             f"{what} must not be given when {cluster.source} names a cluster. "
             f"Received: {cluster.num_workers} workers in {cluster.source}. "
@@ -655,7 +655,9 @@ def _check_plan(options: Options) -> None:
     Otherwise the global batch has to be divisible at least by what is known.
     """
     if options.virtual_devices or options.strategy == "one_device":
-        options.plan(options.virtual_devices or 1, _replicas_source(options))
+        workers = options.cluster.num_workers if options.cluster else 1
+        replicas = workers * (options.virtual_devices or 1)
+        options.plan(replicas, _replicas_source(options))
     elif options.devices:
         options.plan(len(options.devices), "--devices")
     elif len(options.batch_sizes) < 3:
