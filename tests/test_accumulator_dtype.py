@@ -99,7 +99,7 @@ def test_accumulators_are_numpys_running_sum_to_the_bit(windows, dtype, steps):
 
 def test_float64_sums_are_exact_before_they_are_divided(windows):
     products, _ = windows[STEPS[-1]]
-    sums = accumulator.ReplicaSums(
+    sums = accumulator.ReplicaSums.zeros(
         tf.TensorSpec(products.shape[1:], tf.float64)
     )
     for product in products:

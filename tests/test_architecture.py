@@ -22,6 +22,7 @@ LAYERS = (
     ("batching", "schedule", "versions"),
     ("cluster", "rendezvous", "strategy"),
     (
+        "adasum",
         "agreement",
         "fingerprints",
         "accumulator",

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests import toy
-from tfaccum.schedule import AccumulationSchedule
+from tfaccum.schedule import AccumulationSchedule, updates_alike
 
 
 def by_function(update):
@@ -29,12 +29,12 @@ def test_k_of_each_update(steps, expected, text):
     assert str(schedule).startswith(text)
 
 
-def test_windows_alike():
+def test_updates_alike():
     schedule = AccumulationSchedule([(0, 1), (2, 4), (5, 2)])
-    assert [schedule.windows_alike(u, 8) for u in range(6)] == [
+    assert [updates_alike(schedule.at, u, 8) for u in range(6)] == [
         *(2, 1, 3, 2, 1, 8)
     ]
-    assert schedule.windows_alike(2, 2) == 2
+    assert updates_alike(schedule.at, 2, 2) == 2
 
 
 @pytest.mark.parametrize(

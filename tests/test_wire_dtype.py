@@ -76,14 +76,14 @@ def test_what_is_not_finite_stays_so(wire_dtype, bad):
 def test_the_scale_of_float16_is_a_power_of_two_below_its_limit():
     peaks = np.float32(2.0) ** np.arange(-140, 128, dtype=np.float32)
     peaks = np.concatenate([peaks, np.nextafter(2 * peaks[:-1], 0)])
-    scales = reduction._float16_scale(tf.constant(peaks)).numpy()
+    scales = reduction.float16_scale(tf.constant(peaks)).numpy()
     mantissa, _ = np.frexp(scales)
     assert set(mantissa) == {0.5}
     products = peaks.astype(np.float64) * scales
     assert products.max() <= 2.0**14
     assert products[peaks > 2.0**-110].min() >= 2.0**12
     for peak in (0.0, np.inf, np.nan):
-        assert reduction._float16_scale(tf.constant(peak)) == 1.0
+        assert reduction.float16_scale(tf.constant(peak)) == 1.0
 
 
 @pytest.mark.parametrize("wire_dtype", KINDS)

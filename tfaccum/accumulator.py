@@ -30,15 +30,29 @@ class ReplicaSums:
     """Running sums of a nest of tensors, one set per replica.
 
     Args:
-        specs: nest of `tf.TensorSpec` with full shapes: what will be added.
-
-    Context: cross-replica, under the strategy's scope.
+        variables: nest of `replica_variable`s, one for each tensor.
     """
 
-    def __init__(self, specs: Any):
-        self._sums = tf.nest.map_structure(
-            lambda spec: replica_variable(spec.shape, spec.dtype, "window_sum"),
-            specs,
+    def __init__(self, variables: Any):
+        self.variables = variables
+
+    @classmethod
+    def zeros(cls, specs: Any) -> "ReplicaSums":
+        """New sums.
+
+        Args:
+            specs: nest of `tf.TensorSpec` with full shapes: what will be
+                added.
+
+        Context: cross-replica, under the strategy's scope.
+        """
+        return cls(
+            tf.nest.map_structure(
+                lambda spec: replica_variable(
+                    spec.shape, spec.dtype, "window_sum"
+                ),
+                specs,
+            )
         )
 
     def add(self, tensors: Any) -> None:
@@ -50,7 +64,7 @@ class ReplicaSums:
         Context: replica.
         """
         for total, tensor in zip(
-            tf.nest.flatten(self._sums),
+            tf.nest.flatten(self.variables),
             tf.nest.flatten(tensors, expand_composites=False),
             strict=True,
         ):
@@ -67,12 +81,12 @@ class ReplicaSums:
             lambda total: tf.cast(
                 tf.identity(total), reduction.accumulator_dtype(total.dtype)
             ),
-            self._sums,
+            self.variables,
         )
 
     def reset(self) -> None:
         """Sets this replica's sums to zero. Context: replica."""
-        for total in tf.nest.flatten(self._sums):
+        for total in tf.nest.flatten(self.variables):
             total.assign(tf.zeros_like(total))
 
     @property
@@ -80,7 +94,7 @@ class ReplicaSums:
         """Bytes that one replica's sums take."""
         return sum(
             total.shape.num_elements() * total.dtype.size
-            for total in tf.nest.flatten(self._sums)
+            for total in tf.nest.flatten(self.variables)
         )
 
 
@@ -133,7 +147,7 @@ class GradientAccumulator:
             )
         dtypes = [reduction.accumulator_dtype(v.dtype) for v in self._variables]
         self._weight_dtype = max(dtypes, key=lambda dtype: dtype.size)
-        self._sums = ReplicaSums(
+        self._sums = ReplicaSums.zeros(
             (
                 [
                     tf.TensorSpec(v.shape, dtype)

@@ -282,7 +282,9 @@ class CompareReplicas(UpdateCallback):
 
     def _compare(self) -> None:
         model = self.model
-        variables = [*model.variables, *model.optimizer.variables]
+        variables = list(model.variables)
+        if not model.makes_own_steps:
+            variables += model.optimizer.variables
         # An optimizer makes its variables at its first update.
         if len(variables) != self._num_variables:
             self._num_variables = len(variables)

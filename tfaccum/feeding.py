@@ -101,7 +101,7 @@ def micro_batch_stream(
         stream = dataset.flat_map(
             lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
         )
-    tail = tf.data.Dataset.from_tensors(_nothing(stream.element_spec)).repeat()
+    tail = tf.data.Dataset.from_tensors(nothing(stream.element_spec)).repeat()
     stream = stream.concatenate(tail).prefetch(2 * replicas)
     options = tf.data.Options()
     # With autotuning, deleting an iterator that has not come to its end waits
@@ -231,7 +231,7 @@ def _cut(
     return tf.data.Dataset.range(tf.cast(parts, tf.int64)).map(part)
 
 
-def _nothing(element_spec: Any) -> Any:
+def nothing(element_spec: Any) -> Any:
     """The element that says there is no more data."""
 
     def zeros(spec: Any) -> Any:

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
+from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import Source, any_number_of_rows, next_elements
 from tfaccum.schedule import AccumulationSchedule
-from tfaccum.window import Update, Window
+from tfaccum.window import Freeze, Update, Window
 
 
 def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,6 +52,9 @@ class Functions:
     micro_batch_size: int | None = None
     accumulator_dtype: str | None = None
     wire_dtype: str | None = None
+    replica_reduction: AdaSum | str = "mean"
+    adasum: AdaSum | None = None
+    gradient_freeze: Freeze | None = None
     loss_scale: Any = "auto"
     on_nonfinite = "skip"
     max_consecutive_skips = 20
@@ -87,6 +91,16 @@ class Functions:
             or self.micro_batch_size is not None
         )
 
+    @property
+    def makes_own_steps(self) -> bool:
+        """Whether each replica's optimizer has moments of its own."""
+        return self.adasum is not None and self.adasum.form == "delta"
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the compiled optimizer has made."""
+        return int(tf.convert_to_tensor(self.optimizer.iterations))
+
     def reset_training_functions(self) -> None:
         """Forgets traced functions and what has been warned about."""
         self.train_function: Any = None
@@ -100,12 +114,28 @@ class Functions:
         """Makes `train_function(...) -> (logs, more, stopped)`."""
         if self.train_function is not None and not force:
             return
-        window = Window(self, self.train_step, accumulates=self._accumulates())
-        execute = self._function_of(window)
+        freeze = self.gradient_freeze
+        accumulates = self._accumulates()
+        whole = Window(self, self.train_step, accumulates=accumulates)
+        made = {0: (whole, self._function_of(whole))}
+
+        def of_group(group: int) -> tuple[Window, Any]:
+            if group not in made:
+                window = Window(
+                    self,
+                    self.train_step,
+                    accumulates=accumulates,
+                    frozen=freeze.frozen(self, group) if freeze else (),
+                    whole=whole,
+                )
+                made[group] = window, self._function_of(window)
+            return made[group]
 
         def train_function(
             iterator: Any, batches: int, steps: int, stops: bool = False
         ) -> tuple[dict, bool, bool]:
+            group = freeze.group_at(self.num_updates) if freeze else 0
+            window, execute = of_group(group)
             logs, rows, counts, more, stopped = execute(
                 iterator, batches, steps, stops
             )
@@ -116,7 +146,7 @@ class Functions:
             return logs, more, stopped
 
         self.train_function = train_function
-        self.train_window = window
+        self.train_window = whole
 
     def count_exponents(self, counts: bool) -> None:
         """Whether `last_exponents` is filled; traces again when it changes."""

@@ -21,6 +21,7 @@ from tfaccum.functions import in_step
 from tfaccum.layers import WindowBatchNormalization
 from tfaccum.loss_scale import LossScale
 from tfaccum.run import Position, Preempted, Run
+from tfaccum.schedule import updates_alike
 from tfaccum.update import described
 from tfaccum.window import Update
 
@@ -204,6 +205,8 @@ class HostLoop(Evaluation):
         )
         return {
             "gradient_accumulation_steps": self.accumulation_schedule,
+            "gradient_freeze": self.gradient_freeze,
+            "replica_reduction": self.replica_reduction,
             **{name: getattr(self, name) for name in names},
             **described(self.optimizer),
             "seed": keras_private.global_seed(),
@@ -315,12 +318,16 @@ class HostLoop(Evaluation):
     def _next_windows(self, run: Run) -> tuple[int, int]:
         """Windows of the next call of the train function, and their K."""
         windows, schedule = self.steps_per_execution, self.accumulation_schedule
-        if run.pauses_every is None and schedule.is_constant:
+        freeze = self.gradient_freeze
+        if run.pauses_every is None and schedule.is_constant and not freeze:
             return windows, schedule.at(0)
         update = run.num_updates
         if run.pauses_every is not None:
             windows = min(windows, run.pauses_every - update % run.pauses_every)
-        return schedule.windows_alike(update, windows), schedule.at(update)
+        windows = updates_alike(schedule.at, update, windows)
+        if freeze:
+            windows = updates_alike(freeze.group_at, update, windows)
+        return windows, schedule.at(update)
 
     @property
     def loss_scale_floor(self) -> float:

@@ -34,7 +34,7 @@ class Backward:
             None in evaluation.
         variables: all that the optimizer was asked to train.
         gradients: one per variable, of the scaled loss; None where the loss
-            does not depend on the variable.
+            does not depend on the variable, or where it is frozen.
         loss: scalar, unscaled.
         weight: scalar; None for a loss that is a sum.
     """
@@ -92,6 +92,8 @@ class _Received:
     """What has been handed over in one micro-step, in the graph of its step."""
 
     graph: Any
+    frozen: frozenset[int]
+    only_losses: bool
     backwards: list[Backward] = dataclasses.field(default_factory=list)
     statistics: list[tuple[WindowLayer, Any]] = dataclasses.field(
         default_factory=list
@@ -128,6 +130,23 @@ def hand_over(backward: Backward) -> None:
     received.backwards.append(backward)
 
 
+def is_frozen(variable: keras.Variable) -> bool:
+    """Whether the window whose micro-step is running leaves it as it is."""
+    received = _handed_over.get()
+    return received is not None and id(variable) in received.frozen
+
+
+def wants_only_losses() -> bool:
+    """Whether the micro-step that is running needs no gradients."""
+    received = _handed_over.get()
+    return received is not None and received.only_losses
+
+
+def is_counter(variable: keras.Variable) -> bool:
+    """Whether it is the seed of a generator, or counts something."""
+    return not tf.as_dtype(variable.dtype).is_floating
+
+
 def is_in_window() -> bool:
     """Whether a window's micro-step is running, or being traced."""
     return _handed_over.get() is not None
@@ -162,8 +181,11 @@ def hand_over_statistics(layer: WindowLayer, sums: Any) -> None:
 
 
 @contextlib.contextmanager
-def _receiving() -> Iterator[_Received]:
-    received = _Received(tf.compat.v1.get_default_graph())
+def _receiving(
+    frozen: frozenset[int], only_losses: bool = False
+) -> Iterator[_Received]:
+    graph = tf.compat.v1.get_default_graph()
+    received = _Received(graph, frozen, only_losses)
     token = _handed_over.set(received)
     try:
         yield received
@@ -181,6 +203,7 @@ class MicroStep:
         is_whole_window: whether nothing will be added to what a micro-step
             finds: then values are not weighted, and reach the optimizer
             untouched.
+        frozen: variables that are not trained.
 
     Attributes:
         trained: what was handed over, in order.
@@ -197,6 +220,7 @@ class MicroStep:
         step: Callable[[Any], Any],
         *,
         is_whole_window: bool,
+        frozen: Sequence[keras.Variable] = (),
     ):
         self.trained: list[Trained] = []
         self.layers: list[WindowLayer] = []
@@ -207,6 +231,7 @@ class MicroStep:
         self._trains = step == model.train_step
         self._strategy = model.distribute_strategy
         self._is_whole_window = is_whole_window
+        self._frozen = frozenset(id(variable) for variable in frozen)
         self.communicates = strategies.num_replicas(self._strategy) > 1 and any(
             getattr(layer, "synchronized", False)
             for layer in keras_private.all_layers(model)
@@ -231,6 +256,58 @@ class MicroStep:
         """
         rows, data = keras_private.per_replica(elements)
         return self._strategy.run(self._on_replica, args=(rows, data))
+
+    def losses(
+        self, elements: Sequence[tuple[Any, Any]]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The first loss that a micro-step hands over, and nothing else.
+
+        Seeds, counters, metrics and moving statistics are put back, so that
+        each call draws the same dropout masks. Communicates nothing.
+
+        Args:
+            elements: as in `run`.
+
+        Returns:
+            (weight * loss, weight), per replica, float32 scalars; zeros where
+            a replica had no rows.
+
+        Context: cross-replica.
+        """
+        rows, data = keras_private.per_replica(elements)
+        return self._strategy.run(self._losses_on_replica, args=(rows, data))
+
+    def _losses_on_replica(
+        self, rows: tf.Tensor, data: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        variables = [
+            *keras_private.layer_state(self._model),
+            *(v for v in self._model.non_trainable_variables if is_counter(v)),
+            *self._model.metrics_variables,
+        ]
+        before = [tf.identity(v.value) for v in variables]
+
+        def with_rows() -> tuple[tf.Tensor, tf.Tensor]:
+            with (
+                keras_private.plain_mean_losses(rows, self._fixed),
+                _receiving(frozenset(), only_losses=True) as received,
+                _root_of_names(),
+            ):
+                self._step(feeding.without_optionals(data))
+            backward = received.backwards[0]
+            is_sum = backward.weight is None
+            weight = tf.cast(1.0 if is_sum else backward.weight, tf.float32)
+            loss = tf.cast(backward.loss, tf.float32)
+            return reduction.weighted(loss, weight), weight
+
+        found = (
+            with_rows()
+            if self.communicates
+            else tf.cond(rows > 0, with_rows, lambda: (tf.zeros([]),) * 2)
+        )
+        for variable, old in zip(variables, before, strict=True):
+            variable.assign(old)
+        return found
 
     def times(self, value: Any, weight: tf.Tensor) -> Any:
         """`weight * value`, or `value` itself where nothing is added to it."""
@@ -275,7 +352,7 @@ class MicroStep:
         """Runs `train_step` and turns what it hands over into sums."""
         with (
             keras_private.plain_mean_losses(rows, self._fixed),
-            _receiving() as received,
+            _receiving(self._frozen) as received,
             _root_of_names(),
         ):
             logs = self._step(feeding.without_optionals(data))

@@ -10,14 +10,21 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.adasum import AdaSum, check_replica_reduction
 from tfaccum.batching import check_count
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
-from tfaccum.micro_step import Backward, hand_over
+from tfaccum.micro_step import (
+    Backward,
+    hand_over,
+    is_frozen,
+    wants_only_losses,
+)
 from tfaccum.reduction import check_wire_dtype
 from tfaccum.schedule import AccumulationSchedule, Steps
-from tfaccum.update import check_home, check_optimizer
+from tfaccum.update import check_home, check_optimizer, needs_losses
+from tfaccum.window import Freeze
 
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
 ON_NONFINITE = ("skip", "raise", "apply")
@@ -99,6 +106,8 @@ class Model(HostLoop, keras.Model):
         micro_batch_size: int | None = None,
         accumulator_dtype: str | None = None,
         wire_dtype: str | None = None,
+        replica_reduction: AdaSum | str = "mean",
+        gradient_freeze: Freeze | None = None,
         loss_scale: LossScale | GroupLossScale | float | str | None = "auto",
         on_nonfinite: str = "skip",
         max_consecutive_skips: int = 20,
@@ -125,6 +134,11 @@ class Model(HostLoop, keras.Model):
                 added up on their way: "bfloat16" or "float16", half the bytes
                 of float32. Everything else stays as it is: the sums of a
                 replica, weights, losses, metrics. None: not rounded.
+            replica_reduction: how replicas are combined. "mean": as the law
+                says. "adasum", or a `tfaccum.boost.AdaSum`: by how much their
+                gradients agree.
+            gradient_freeze: a `tfaccum.boost.GradientFreeze`, which says at
+                which updates the first variables do not train.
             loss_scale: what the loss is multiplied by in the backward pass.
                 "auto": as Keras does, a dynamic scale under `mixed_float16`
                 and the optimizer's own otherwise. A `tfaccum.LossScale`, a
@@ -143,6 +157,8 @@ class Model(HostLoop, keras.Model):
             ValueError: if a count is less than 1.
             ValueError: if another argument is not one of those named.
             ValueError: if `optimizer.gradient_accumulation_steps` is set.
+            ValueError: if AdaSum is to combine a number of replicas that is
+                no power of two, and with arguments that exclude it.
             ValueError: if the model was made under a strategy that is not
                 supported, or the optimizer not under the model's.
             ValueError: if `jit_compile=True` on several CPU devices.
@@ -156,6 +172,8 @@ class Model(HostLoop, keras.Model):
             "accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES
         )
         check_wire_dtype(wire_dtype)
+        adasum = check_replica_reduction(replica_reduction)
+        _check_freeze(gradient_freeze)
         _check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         _check_loss_scale(loss_scale)
         with self.distribute_strategy.scope():
@@ -166,6 +184,9 @@ class Model(HostLoop, keras.Model):
             self.optimizer = with_scale(self.optimizer, None)
         elif not isinstance(loss_scale, str):  # "auto" is as Keras made it.
             self.optimizer = with_scale(self.optimizer, loss_scale)
+        if adasum:
+            adasum.check(self.distribute_strategy)
+            _check_adasum(adasum, self.optimizer, loss_scale)
         if self.jit_compile:
             strategies.check_xla(self.distribute_strategy)
         self.gradient_accumulation_steps = gradient_accumulation_steps
@@ -173,6 +194,9 @@ class Model(HostLoop, keras.Model):
         self.micro_batch_size = micro_batch_size
         self.accumulator_dtype = accumulator_dtype
         self.wire_dtype = wire_dtype
+        self.replica_reduction = replica_reduction
+        self.adasum = adasum
+        self.gradient_freeze = gradient_freeze
         self.on_nonfinite = on_nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self.loss_scale = loss_scale
@@ -190,6 +214,12 @@ class Model(HostLoop, keras.Model):
                 "micro_batch_size": self.micro_batch_size,
                 "accumulator_dtype": self.accumulator_dtype,
                 "wire_dtype": self.wire_dtype,
+                "replica_reduction": keras.saving.serialize_keras_object(
+                    self.replica_reduction
+                ),
+                "gradient_freeze": keras.saving.serialize_keras_object(
+                    self.gradient_freeze
+                ),
                 "loss_scale": _scale_config(self.loss_scale),
                 "on_nonfinite": self.on_nonfinite,
                 "max_consecutive_skips": self.max_consecutive_skips,
@@ -350,17 +380,23 @@ class Model(HostLoop, keras.Model):
         if variables is None:
             variables = self.trainable_variables
         variables = list(variables)
+        if wants_only_losses():
+            hand_over(Backward(optimizer, [], [], loss, weight))
+            return
         scale = current_scale(optimizer)
         seed = None if scale is None else tf.cast(scale, loss.dtype)
-        gradients = tape.gradient(loss, variables, output_gradients=seed)
+        # The backward pass ends at the first variable that trains.
+        wanted = [v for v in variables if not is_frozen(v)]
+        found = iter(tape.gradient(loss, wanted, output_gradients=seed))
+        gradients = [None if is_frozen(v) else next(found) for v in variables]
         missing = [
             v.path
             for v, g in zip(variables, gradients, strict=True)
-            if g is None
+            if g is None and not is_frozen(v)
         ]
         if not variables:
             self._warn_once("The model does not have any trainable weights.")
-        elif len(missing) == len(variables):
+        elif missing and len(missing) == len(wanted):
             raise ValueError(
                 "`loss` must depend on at least one variable. Received: a loss "
                 f"without gradient for any of {missing}. Compute it inside the "
@@ -435,6 +471,32 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, choices))}. "
             f"Received: {name}={value!r}."
+        )
+
+
+def _check_freeze(freeze: Any) -> None:
+    if freeze is not None and not isinstance(freeze, Freeze):
+        raise TypeError(
+            "`gradient_freeze` must be a tfaccum.boost.GradientFreeze. "
+            f"Received: gradient_freeze={freeze!r} of type "
+            f"{type(freeze).__name__}."
+        )
+
+
+def _check_adasum(adasum: AdaSum, optimizer: Any, scale: Any) -> None:
+    """Refuses what has no meaning together with AdaSum."""
+    if isinstance(scale, GroupLossScale):
+        raise ValueError(
+            "`loss_scale` must be one for all layers with AdaSum. Received: "
+            f"loss_scale={scale.name}, a tfaccum.GroupLossScale, and "
+            f"replica_reduction={adasum}. Use a tfaccum.LossScale."
+        )
+    if adasum.form == "delta" and needs_losses(optimizer):
+        raise ValueError(
+            "`replica_reduction` must not be AdaSum of weight changes with an "
+            "optimizer that searches along a line. Received: "
+            f"replica_reduction={adasum} with {optimizer.name}. Use "
+            "AdaSum(form='gradient')."
         )
 
 

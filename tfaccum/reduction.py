@@ -150,7 +150,7 @@ def all_reduce_gradients(
     if wire_dtype == "float16":
         # The sum of the replicas' largest is never less than that of the sum.
         peaks = all_reduce_sum([tf.reduce_max(tf.abs(g)) for g in flat])
-        scales = [_float16_scale(peak) for peak in peaks]
+        scales = [float16_scale(peak) for peak in peaks]
     sent = [
         tf.cast(g * scale, wire_dtype)
         for g, scale in zip(flat, scales, strict=True)
@@ -163,7 +163,7 @@ def all_reduce_gradients(
     return tf.nest.pack_sequence_as(gradients, flat), others
 
 
-def _float16_scale(peak: tf.Tensor) -> tf.Tensor:
+def float16_scale(peak: tf.Tensor) -> tf.Tensor:
     """The power of two that brings `peak` to about 2^14; else 1.
 
     Half of what float16 holds is left, for a logarithm that is not exact and

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import tensorflow as tf
-
 from tfaccum.cluster import EXIT_PREEMPTED
 from tfaccum.feeding import Source
 
@@ -112,7 +110,7 @@ class Run:
     @property
     def num_updates(self) -> int:
         """Updates that the compiled optimizer has made."""
-        return int(tf.convert_to_tensor(self._model.optimizer.iterations))
+        return self._model.num_updates
 
     @property
     def optimizers(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """K by update: windows may grow while training goes on."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 from tfaccum.batching import check_count
 
@@ -57,14 +57,6 @@ class AccumulationSchedule:
             return check_count(_NAME, self._function(update))
         return [k for start, k in self._pairs if start <= update][-1]
 
-    def windows_alike(self, update: int, most: int) -> int:
-        """Windows from here on that have the same K, up to `most`."""
-        steps = self.at(update)
-        number = 1
-        while number < most and self.at(update + number) == steps:
-            number += 1
-        return number
-
     @property
     def is_constant(self) -> bool:
         """Whether every update has the same K."""
@@ -85,3 +77,11 @@ class AccumulationSchedule:
         return ", ".join(
             [str(first[1]), *(f"{k} from update {u}" for u, k in others)]
         )
+
+
+def updates_alike(of: Callable[[int], Any], update: int, most: int) -> int:
+    """Updates from here on for which `of` says the same, up to `most`."""
+    number = 1
+    while number < most and of(update + number) == of(update):
+        number += 1
+    return number

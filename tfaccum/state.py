@@ -1,7 +1,8 @@
 """Everything that training changes, as arrays.
 
 Most of it is the same on all replicas. Metrics and seeds are not: each replica
-counts its own examples, and draws nothing for a micro-batch without rows.
+counts its own examples, and draws nothing for a micro-batch without rows. Nor
+are moments of an optimizer that makes a step of its own on each replica.
 """
 
 import itertools
@@ -39,7 +40,10 @@ class TrainingState:
         for kind, variables in kinds.items():
             # By position: automatic names depend on what was made before.
             for index, variable in enumerate(variables):
-                differs = kind == "model" and not _is_float(variable)
+                is_float = tf.as_dtype(variable.dtype).is_floating
+                differs = not is_float
+                if kind == "optimizer":
+                    differs = model.makes_own_steps
                 place = self._own if differs else self._shared
                 place[f"{kind}/{index}"] = variable
         for index, variable in enumerate(model.metrics_variables):
@@ -145,10 +149,6 @@ class TrainingState:
             )
 
         return self._strategy.run(of_replica, args=(bits,))
-
-
-def _is_float(variable: keras.Variable) -> bool:
-    return tf.as_dtype(variable.dtype).is_floating
 
 
 def _local(variable: keras.Variable) -> np.ndarray:

@@ -5,13 +5,40 @@ weight and unscaled, and that are the same on every replica.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
 
 from tfaccum import keras_private, loss_scale, reduction
 from tfaccum.reduction import Gradient
+
+
+@runtime_checkable
+class SearchingOptimizer(Protocol):
+    """An optimizer that looks at the loss while it applies a gradient."""
+
+    def apply_with_losses(
+        self,
+        strategy: tf.distribute.Strategy,
+        gradients: Any,
+        variables: Sequence[keras.Variable],
+        losses: Callable[[], tf.Tensor],
+    ) -> None:
+        """Applies one reduced gradient, and counts it.
+
+        Args:
+            strategy: under which the optimizer was built.
+            gradients: per-replica list, as in `apply_update`.
+            variables: in the order of `gradients`.
+            losses: runs the forward pass of the window's last micro-batch
+                with the present weights: the mean loss over all replicas,
+                float32 scalar. It changes nothing, not even the seeds of
+                dropout.
+
+        Context: cross-replica; conditions and loops have to enclose `losses`
+            there.
+        """
 
 
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
@@ -92,6 +119,11 @@ def described(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return found
 
 
+def needs_losses(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the optimizer is a `SearchingOptimizer`."""
+    return isinstance(loss_scale.unwrapped(optimizer), SearchingOptimizer)
+
+
 def build_optimizer(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
@@ -136,6 +168,8 @@ def update_if(
     *,
     applies_nonfinite: bool = False,
     floor: float = loss_scale.LossScale.floor,
+    losses: Callable[[], tf.Tensor] | None = None,
+    combine_changes: Callable[[Any], Any] | None = None,
 ) -> None:
     """Applies a good gradient; moves the loss scale once either way.
 
@@ -149,12 +183,22 @@ def update_if(
             otherwise nothing happened that could be judged.
         applies_nonfinite: whether a bad gradient is applied all the same.
         floor: of the loss scale.
+        losses: as in `apply_update`.
+        combine_changes: as in `apply_update`.
 
     Context: cross-replica.
     """
     good = has_weight if applies_nonfinite else finite & has_weight
     only_if(
-        good, lambda: apply_update(strategy, optimizer, gradients, variables)
+        good,
+        lambda: apply_update(
+            strategy,
+            optimizer,
+            gradients,
+            variables,
+            losses,
+            combine_changes,
+        ),
     )
     only_if(has_weight, lambda: loss_scale.move(optimizer, finite, floor))
 
@@ -174,11 +218,14 @@ def apply_update(
     optimizer: keras.optimizers.Optimizer,
     gradients: Any,
     variables: Sequence[keras.Variable],
+    losses: Callable[[], tf.Tensor] | None = None,
+    combine_changes: Callable[[Any], Any] | None = None,
 ) -> None:
     """Applies one reduced gradient with a Keras optimizer.
 
     In this order: clipping, weight decay, the optimizer's own step,
-    constraints, `iterations += 1`, moving average. Communicates nothing.
+    constraints, `iterations += 1`, moving average. Communicates nothing,
+    but for a `SearchingOptimizer` and `combine_changes`.
 
     Args:
         strategy: under which the optimizer was built.
@@ -186,17 +233,59 @@ def apply_update(
         gradients: per-replica list, one tensor or IndexedSlices per variable,
             the same on every replica.
         variables: the variables in the order of `gradients`.
+        losses: what a `SearchingOptimizer` needs.
+        combine_changes: where each replica has gradients of its own: makes
+            one list of changes, one tensor per variable, of what each one's
+            step has changed. Context: replica.
 
     Context: cross-replica.
+
+    Raises:
+        ValueError: if the optimizer needs `losses`, and there are none.
     """
     optimizer = loss_scale.unwrapped(optimizer)
-    with keras_private.reduced_gradients_only(optimizer):
-        strategy.run(
-            lambda gradients: optimizer.apply(gradients, list(variables)),
-            args=(gradients,),
-        )
+    if isinstance(optimizer, SearchingOptimizer):
+        if losses is None:
+            raise ValueError(
+                "`optimizer` must not search along a line where there is no "
+                f"loss to look at. Received: {type(optimizer).__name__}. Train "
+                "with `tfaccum.Model.fit`."
+            )
+        optimizer.apply_with_losses(strategy, gradients, variables, losses)
+    else:
+        before = strategy.run(_values, args=(variables,))
+        with keras_private.reduced_gradients_only(optimizer):
+            strategy.run(
+                lambda gradients: optimizer.apply(gradients, list(variables)),
+                args=(gradients,),
+            )
+        if combine_changes:
+            strategy.run(_combine, args=(combine_changes, before, variables))
     if optimizer.use_ema:
         strategy.run(_move_averages, args=(optimizer,))
+
+
+def _values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    return [tf.identity(v.value) for v in variables]
+
+
+def _combine(
+    combine_changes: Callable[[Any], Any],
+    before: Sequence[tf.Tensor],
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Moves all replicas' weights by what was made of each one's changes."""
+    changes = combine_changes(
+        [
+            tf.identity(v.value) - old
+            for v, old in zip(variables, before, strict=True)
+        ]
+    )
+    for variable, old, change in zip(variables, before, changes, strict=True):
+        value = old + change
+        if variable.constraint is not None:
+            value = variable.constraint(value)
+        variable.assign(value)
 
 
 def _move_averages(optimizer: keras.optimizers.Optimizer) -> None:

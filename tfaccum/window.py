@@ -6,8 +6,10 @@ other way round; a micro-step communicates nothing.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
@@ -15,11 +17,18 @@ import tensorflow as tf
 from tfaccum import feeding, keras_private, loss_scale, reduction
 from tfaccum import strategy as strategies
 from tfaccum.accumulator import ReplicaSums
+from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS
 from tfaccum.group_loss_scale import GroupLossScale
-from tfaccum.micro_step import MicroStep, Trained
+from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
-from tfaccum.update import build_optimizer, judged, only_if, update_if
+from tfaccum.update import (
+    build_optimizer,
+    judged,
+    needs_losses,
+    only_if,
+    update_if,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +63,20 @@ class Update:
     nonfinite_variable: str | None = None
 
 
+@runtime_checkable
+class Freeze(Protocol):
+    """Which variables train, update by update: `compile(gradient_freeze=)`.
+
+    Its `str` says all that it depends on: workers compare it.
+    """
+
+    def group_at(self, update: int) -> int:
+        """The group of the window after so many updates; 0 trains all."""
+
+    def frozen(self, model: Any, group: int) -> Sequence[keras.Variable]:
+        """What does not train in a window of this group."""
+
+
 class Window:
     """One window's computation for one compiled model.
 
@@ -64,10 +87,19 @@ class Window:
         accumulates: whether a window may have more than one micro-step.
             Otherwise no sums are kept, and with one replica the gradient
             reaches the optimizer untouched.
+        frozen: variables that are not trained.
+        whole: the window of the same step in which all variables train, whose
+            sums serve for this one too.
     """
 
     def __init__(
-        self, model: Any, step: Callable[[Any], Any], *, accumulates: bool
+        self,
+        model: Any,
+        step: Callable[[Any], Any],
+        *,
+        accumulates: bool,
+        frozen: Sequence[keras.Variable] = (),
+        whole: "Window | None" = None,
     ):
         self._model = model
         self._strategy = model.distribute_strategy
@@ -78,10 +110,14 @@ class Window:
             model,
             step,
             is_whole_window=self._replicas == 1 and not accumulates,
+            frozen=frozen,
         )
+        self._whole = whole
+        self._spec: Any = None  # Of the iterator's elements.
         self._micro_step: Callable[..., Any] = self._step.run
+        self._loss_step: Callable[..., Any] = self._step.losses
         self._traced: Any = None
-        self._sums: Any = None  # ReplicaSums, where the window accumulates.
+        self.sums: Any = None  # ReplicaSums, where the window accumulates.
         self._layer_variables = (
             keras_private.layer_state(model) if self._trains else []
         )
@@ -90,7 +126,7 @@ class Window:
         self._recalled = (
             [
                 *model.metrics_variables,
-                *(v for v in model.non_trainable_variables if not _is_float(v)),
+                *(v for v in model.non_trainable_variables if is_counter(v)),
             ]
             if self._workers > 1
             else []
@@ -103,6 +139,10 @@ class Window:
         return self._step.trained
 
     @property
+    def _searches(self) -> bool:
+        return any(needs_losses(t.optimizer) for t in self.trained)
+
+    @property
     def num_fields(self) -> int:
         """Length of the row that `run` returns."""
         return len(dataclasses.fields(Update)) if self._trains else 1
@@ -110,7 +150,7 @@ class Window:
     @property
     def accumulator_bytes(self) -> int:
         """Bytes that the sums take on one replica; 0 without accumulation."""
-        return self._sums.num_bytes if self._sums else 0
+        return self.sums.num_bytes if self.sums else 0
 
     def prepare(self, element_spec: Any) -> None:
         """Traces one micro-step and creates the sums that it needs.
@@ -118,13 +158,20 @@ class Window:
         Before `run` is traced with an iterator of this spec: a micro-step is
         traced once, and variables are made outside of all traces.
         """
+        if self._whole:
+            self._whole.prepare(element_spec)
         rows, _, data = element_spec
         replicas = strategies.num_local_replicas(self._strategy)
+        self._spec = element_spec
         if self._traced is None:
             self._traced = tf.function(self._step.run, autograph=False)
         # Eager steps need the trace too: it tells how their results look.
         traced = self._traced.get_concrete_function([(rows, data)] * replicas)
         self._micro_step = self._step.run if self._model.run_eagerly else traced
+        if self._searches:
+            self._loss_step = tf.function(
+                self._step.losses, autograph=False
+            ).get_concrete_function([(rows, data)] * replicas)
         self._create_variables()
 
     # --- The algorithm -----------------------------------------------------
@@ -152,23 +199,23 @@ class Window:
         run = self._strategy.run
         state, before = run(self._layer_state), run(self._recallable)
         if self._accumulates:
-            more, found = self._accumulate(iterator, batches, stops)
+            more, found, data = self._accumulate(iterator, batches, stops)
         else:
-            _, more, found = self._next(iterator)
+            _, more, found, data = self._next(iterator)
         reduced = run(self._reduce, args=(more, stops, found))
         stopped = self._local(reduced["stopped"])
         results = self._results(reduced)
         finite = tf.reduce_all([r["finite"] for r in results])
         row = [*self._row(reduced), *self._culprit(finite, found)]
         if self._accumulates:
-            run(self._sums.reset)
+            run(self.sums.reset)
         for trained, gradients, result in zip(
             self.trained,
             reduced["gradients"],
             results,
             strict=True,
         ):
-            self._update(trained, gradients, result, stopped)
+            self._update(trained, gradients, result, stopped, data)
         keeps = (
             (finite | (self._model.on_nonfinite == "apply"))
             & tf.reduce_any([r["weight"] > 0 for r in results])
@@ -190,28 +237,52 @@ class Window:
 
     def _accumulate(
         self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
-    ) -> tuple[tf.Tensor, Any]:
+    ) -> tuple[tf.Tensor, Any, Any]:
         """Adds up micro-steps until `batches` have ended."""
 
-        def body(done: tf.Tensor, _: tf.Tensor) -> tuple:
-            last, more, found = self._next(iterator)
-            self._strategy.run(self._sums.add, args=(found,))
-            return done + tf.cast(last, tf.int32), more
+        def body(done: tf.Tensor, _: tf.Tensor, kept: list) -> tuple:
+            last, more, found, elements = self._next(iterator)
+            self._strategy.run(self.sums.add, args=(found,))
+            if kept:
+                had_rows = tf.reduce_any([rows > 0 for rows, _ in elements])
+                kept = tf.cond(
+                    had_rows, lambda: _flat(elements), lambda: list(kept)
+                )
+            return done + tf.cast(last, tf.int32), more, kept
 
         # Where layers communicate every worker makes the same micro-steps.
         always = self._step.communicates & (self._workers > 1)
-        _, more = tf.while_loop(
-            lambda done, more: (done < batches) & more & (~stops | always),
+        # Only a search looks at a micro-batch again.
+        none_yet = self._no_elements() if self._searches else []
+        rows, _, data = self._spec
+        specs = [(rows, data)] * len(none_yet)
+        _, more, kept = tf.while_loop(
+            lambda done, more, _: (done < batches) & more & (~stops | always),
             body,
-            (tf.constant(0), tf.constant(True)),
+            (tf.constant(0), tf.constant(True), _flat(none_yet)),
+            shape_invariants=(
+                tf.TensorShape([]),
+                tf.TensorShape([]),
+                [spec.shape for spec in _flat(specs)],
+            ),
         )
-        return more, self._strategy.run(self._sums.values)
+        elements = tf.nest.pack_sequence_as(
+            none_yet, kept, expand_composites=True
+        )
+        return more, self._strategy.run(self.sums.values), elements
 
-    def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    def _no_elements(self) -> list[tuple]:
+        """What each replica of this worker has before the first micro-step."""
+        replicas = strategies.num_local_replicas(self._strategy)
+        rows, _, data = feeding.nothing(self._spec)
+        return [(rows, data)] * replicas
+
+    def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any, Any]:
         """Takes the next micro-batches through forward and backward pass."""
         rows, last, data = feeding.next_elements(iterator, self._strategy)
-        found = self._micro_step(list(zip(rows, data, strict=True)))
-        return last[0], rows[0] != feeding.NO_MORE_DATA, found
+        elements = list(zip(rows, data, strict=True))
+        found = self._micro_step(elements)
+        return last[0], rows[0] != feeding.NO_MORE_DATA, found, elements
 
     # --- In replica context ------------------------------------------------
 
@@ -222,37 +293,53 @@ class Window:
         metrics = [v.value for v in self._model.metrics_variables]
         had_rows = totals["examples"] > 0
         state = self._layer_state()
+        adasum = self._model.adasum if self._replicas > 1 else None
+        own: list[Any] = []
+        if adasum:  # Each replica's own mean, with a verdict of its own.
+            own = [
+                self._mean(*pair)
+                for pair in zip(self.trained, totals["sums"], strict=True)
+            ]
         if self._replicas > 1:
             dense = tf.nest.map_structure(tf.convert_to_tensor, totals)
             gradients = [sums.pop("gradients") for sums in dense["sums"]]
-            gradients, (totals, metrics, state, taught, more, stops) = (
-                reduction.all_reduce_gradients(
-                    gradients,
-                    (
-                        dense,
-                        [_own_part(v) for v in self._model.metrics_variables],
-                        [
-                            reduction.weighted(s, _as_float(had_rows))
-                            for s in state
-                        ],
-                        _as_float(had_rows),
-                        _as_float(more),
-                        _as_float(stops),
-                    ),
-                    self._model.wire_dtype,
-                )
+            (
+                gradients,
+                (totals, metrics, state, taught, more, stops, own_sums),
+            ) = reduction.all_reduce_gradients(
+                [] if adasum else gradients,
+                (
+                    dense,
+                    [_own_part(v) for v in self._model.metrics_variables],
+                    [reduction.weighted(s, _as_float(had_rows)) for s in state],
+                    _as_float(had_rows),
+                    _as_float(more),
+                    _as_float(stops),
+                    [(_as_float(~r["finite"]), r["norm"]) for r in own],
+                ),
+                self._model.wire_dtype,
             )
-            for sums, reduced in zip(totals["sums"], gradients, strict=True):
+            for sums, reduced in zip(totals["sums"], gradients, strict=False):
                 sums["gradients"] = reduced
             state = [
                 tf.where(taught > 0, reduction.divided(total, taught), own)
                 for total, own in zip(state, self._layer_state(), strict=True)
             ]
             more, stops = more > 0, stops > 0
-        results = [
-            self._mean(trained, sums)
-            for trained, sums in zip(self.trained, totals["sums"], strict=True)
-        ]
+        if adasum:
+            results = [
+                self._combined(adasum, *of_optimizer)
+                for of_optimizer in zip(
+                    self.trained, own, totals["sums"], own_sums, strict=True
+                )
+            ]
+        else:
+            results = [
+                self._mean(trained, sums)
+                for trained, sums in zip(
+                    self.trained, totals["sums"], strict=True
+                )
+            ]
         return {
             "gradients": [result.pop("gradients") for result in results],
             "results": results,
@@ -288,6 +375,38 @@ class Window:
             "weight": weight,
             "norm": norm,
             "finite": finite,
+        }
+
+    def _combined(
+        self,
+        adasum: AdaSum,
+        trained: Trained,
+        own: dict[str, Any],
+        sums: dict[str, Any],
+        own_sums: tuple[tf.Tensor, tf.Tensor],
+    ) -> dict[str, Any]:
+        """As `_mean`, with one gradient made of those of the replicas.
+
+        When changes are combined instead, each replica keeps its own, and the
+        norm is the mean of theirs.
+        """
+        weight, (bad, norms) = sums["weight"], own_sums
+        divisor = tf.ones_like(weight) if trained.is_sum else weight
+        own_steps = self._model.makes_own_steps
+        combine = adasum.of_worker if own_steps else adasum.combined
+        gradients, norm = own["gradients"], norms / self._replicas
+        if gradients:
+            gradients = combine(
+                gradients, own["weight"], self._model.wire_dtype
+            )
+            if not own_steps:
+                norm = reduction.global_norm(gradients)
+        return {
+            "gradients": gradients,
+            "loss": self._step.over(sums["loss"], divisor),
+            "weight": weight,
+            "norm": norm,
+            "finite": tf.equal(bad, 0),
         }
 
     def _logs(
@@ -397,11 +516,40 @@ class Window:
     def _create_variables(self) -> None:
         """Sums and optimizers for what a micro-step was found to need."""
         with self._strategy.scope():
-            if self._accumulates and self._sums is None:
-                self._sums = ReplicaSums(self._sum_specs())
+            if self._accumulates and self.sums is None:
+                self.sums = (
+                    ReplicaSums(self._part_of(self._whole))
+                    if self._whole
+                    else ReplicaSums.zeros(self._sum_specs())
+                )
             for trained in self.trained:
                 if trained.variables:
                     build_optimizer(trained.optimizer, trained.all_variables)
+
+    def _part_of(self, whole: "Window") -> Any:
+        """The sums of what trains here, among those of the whole window."""
+        sums = whole.sums.variables
+        trains = {id(v) for trained in self.trained for v in trained.variables}
+        kept = [
+            [id(v) in trains for v in trained.variables]
+            for trained in whole.trained
+        ]
+        return sums | {
+            "exponents": list(
+                itertools.compress(
+                    sums["exponents"], itertools.chain.from_iterable(kept)
+                )
+            ),
+            "sums": [
+                of_optimizer
+                | {
+                    "gradients": list(
+                        itertools.compress(of_optimizer["gradients"], keep)
+                    )
+                }
+                for of_optimizer, keep in zip(sums["sums"], kept, strict=True)
+            ],
+        }
 
     def _sum_specs(self) -> Any:
         """Dense specs of the sums, in the accumulator's dtype."""
@@ -422,6 +570,7 @@ class Window:
         gradients: Any,
         result: dict[str, Any],
         stopped: tf.Tensor,
+        elements: Any,
     ) -> None:
         """Applies a good gradient; moves the loss scale once either way."""
         if not trained.variables:
@@ -436,9 +585,36 @@ class Window:
             has_weight=counts,
             applies_nonfinite=self._model.on_nonfinite == "apply",
             floor=self._model.loss_scale_floor,
+            losses=(
+                functools.partial(self._losses, elements, trained.is_sum)
+                if needs_losses(trained.optimizer)
+                else None
+            ),
+            combine_changes=self._combine_changes(),
         )
         if groups := self._group_scale(trained):
             only_if(counts, lambda: groups.move(result["finite_groups"]))
+
+    def _combine_changes(self) -> Callable[[Any], Any] | None:
+        """What makes one step of the replicas' own, where they make them."""
+        if self._replicas == 1 or not self._model.makes_own_steps:
+            return None
+        return functools.partial(
+            self._model.adasum.combined,
+            weight=None,
+            wire_dtype=self._model.wire_dtype,
+        )
+
+    def _losses(self, elements: Any, is_sum: bool) -> tf.Tensor:
+        """The loss of these micro-batches; nothing is changed by it."""
+        found = self._loss_step(elements)
+        total, weight = (
+            self._local(value)
+            for value in self._strategy.run(
+                reduction.all_reduce_sum, args=(found,)
+            )
+        )
+        return total if is_sum else tf.math.divide_no_nan(total, weight)
 
     def _group_scale(self, trained: Trained) -> GroupLossScale | None:
         """The scales by group of layers, where the optimizer has them."""
@@ -535,13 +711,13 @@ def _own_part(variable: keras.Variable) -> tf.Tensor:
     return value
 
 
-def _is_float(variable: keras.Variable) -> bool:
-    return tf.as_dtype(variable.dtype).is_floating
-
-
 def _as_float(flag: tf.Tensor) -> tf.Tensor:
     return tf.cast(flag, tf.float32)
 
 
 def _cast(gradient: Gradient, dtype: Any) -> Gradient:
     return gradient if gradient.dtype == dtype else tf.cast(gradient, dtype)
+
+
+def _flat(elements: Any) -> list[Any]:
+    return tf.nest.flatten(elements, expand_composites=True)

@@ -3,6 +3,7 @@
 `import tfaccum.boost` before loading a model that was saved with one of them.
 """
 
+from tfaccum.adasum import AdaSum
 from tfaccum.boost.gradient_centralization import (
     Centralized,
     centralized,
@@ -11,6 +12,7 @@ from tfaccum.boost.gradient_centralization import (
 from tfaccum.boost.less_bn import LessBN, NormalizedHead, with_less_bn
 
 __all__ = [
+    "AdaSum",
     "Centralized",
     "LessBN",
     "NormalizedHead",
