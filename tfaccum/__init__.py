@@ -10,6 +10,7 @@ from tfaccum import versions
 if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
     from tfaccum.agreement import WorkerError
+    from tfaccum.auto_micro_batch import AutoMicroBatch
     from tfaccum.batching import BatchPlan
     from tfaccum.checkpoint import Checkpoint, load
     from tfaccum.group_loss_scale import GroupLossScale
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoMicroBatch",
     "BatchPlan",
     "Checkpoint",
     "GradientAccumulator",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AutoMicroBatch": "auto_micro_batch",
     "BatchPlan": "batching",
     "Checkpoint": "checkpoint",
     "GradientAccumulator": "accumulator",

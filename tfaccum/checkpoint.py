@@ -348,7 +348,7 @@ class Checkpoint(keras.callbacks.Callback):
             "best": self._best and self._best.value,
             "skips_in_a_row": model.skips_in_a_row,
             "accumulation": self._run.accumulation,
-            "micro_batch_size": model.micro_batch_size,
+            "micro_batch_size": model.cut_size,
             "replicas": strategies.num_replicas(model.distribute_strategy),
             "callbacks": [
                 state for c in self._others() if (state := _state_of(c))

@@ -39,12 +39,11 @@ class Evaluation(Functions):
         )
         self._check_same({"data": source})
         callbacks = self._callbacks(callbacks, verbose, source)
-        logs = self._evaluate(source, source.begin_epoch(0), callbacks)
+        source.begin_epoch(0)
+        logs = self._evaluate(source, callbacks)
         return self._batch_result(logs, return_dict)
 
-    def _evaluate(
-        self, source: Source, iterator: Any, callbacks: Any
-    ) -> dict[str, float]:
+    def _evaluate(self, source: Source, callbacks: Any) -> dict[str, float]:
         self._build(source.spec)
         self.make_test_function()
         self.stop_evaluating = False
@@ -58,7 +57,7 @@ class Evaluation(Functions):
                 batches = min(batches, total - done)
             callbacks.on_test_batch_begin(done)
             results, examples, more, stopped = self.test_function(
-                iterator, batches, stops
+                source, batches, stops
             )
             if stopped or (not examples and not more):
                 break
@@ -86,7 +85,8 @@ class Evaluation(Functions):
         self._build(source.spec)
         self.make_test_function()
         self.reset_metrics()
-        logs, *_ = self.test_function(source.begin_epoch(0), 1)
+        source.begin_epoch(0)
+        logs, *_ = self.test_function(source, 1)
         return self._batch_result(logs, return_dict)
 
     # --- Prediction --------------------------------------------------------

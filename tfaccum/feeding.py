@@ -27,8 +27,15 @@ import tensorflow as tf
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 from tfaccum.arrays import ArrayEpochs, are_plain, integer
+from tfaccum.replay import Replay
 
 NO_MORE_DATA = -1
+# Rows that are counted where the element is used: a function of tf.data for
+# each element would cost more than a small micro-step does.
+_UNCOUNTED = -2
+
+# More rows than any batch has.
+_WHOLE_SHARE = 2**30
 
 # How much is looked at to tell whether data are the same.
 _CHECKED_BATCHES = 8
@@ -94,8 +101,10 @@ def micro_batch_stream(
             lambda *batch: _share(whole(batch), worker, num_workers, replicas)
         )
     if replicas == 1 and micro_batch_size is None:
-        stream = dataset.map(
-            lambda *batch: (_num_rows(whole(batch)), True, whole(batch))
+        stream = tf.data.Dataset.zip(
+            _always(tf.constant(_UNCOUNTED)),
+            _always(tf.constant(True)),
+            dataset,
         )
     else:
         stream = dataset.flat_map(
@@ -118,7 +127,15 @@ def next_elements(
     rows, last, data = zip(
         *(next(iterator) for _ in range(replicas)), strict=True
     )
-    return rows, last, data
+    counted = tuple(
+        tf.where(number == _UNCOUNTED, _num_rows(batch), number)
+        for number, batch in zip(rows, data, strict=True)
+    )
+    return counted, last, data
+
+
+def _always(value: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(value).repeat()
 
 
 def any_number_of_rows(batch: Any) -> tf.data.Dataset:
@@ -277,6 +294,8 @@ class Source:
             a `tf.data.Dataset` from a `tf.distribute.InputContext`.
         steps: dataset batches per epoch; None: all that there are.
         micro_batch_size: the most rows of one replica at once, or None.
+        holds: whether batches are held until they are let go, so that they
+            can be taken again with another `micro_batch_size`.
         shuffle_seed: decides with the epoch's number how arrays are shuffled,
             at least 0. None: the seed of `keras.utils.set_random_seed`; a
             single worker that has none draws one.
@@ -296,6 +315,7 @@ class Source:
         *,
         steps: int | None = None,
         micro_batch_size: int | None = None,
+        holds: bool = False,
         shuffle_seed: int | None = None,
         **arguments: Any,
     ):
@@ -307,6 +327,8 @@ class Source:
             )
         self._strategy = strategy
         self._micro_batch_size = micro_batch_size
+        self._holds = holds
+        self._replay: Replay | None = None
         self._steps = steps
         self._by_epoch: EpochData | None = None
         self._arrays: ArrayEpochs | None = None
@@ -482,11 +504,47 @@ class Source:
         used_up = self._left is not None and self._left <= 0
         if self._steps is None or self._iterator is None or used_up:
             start, used = self._position(epoch) if resumes else (epoch, 0)
-            self._iterator = iter(self._stream_from(start, used + skipped))
+            dataset = self._dataset_from(start, used + skipped)
+            if self._holds:
+                self._replay = Replay(dataset)
+                dataset = self._replay.dataset()
+            self._iterator = iter(self._new_stream(dataset))
             self._left = self._available and self._available - used
         elif skipped:
             self._read(skipped)
         return self._iterator
+
+    @property
+    def iterator(self) -> Any:
+        """The one that `begin_epoch` or `take_again` has made last."""
+        return self._iterator
+
+    def take_again(self, micro_batch_size: int | None) -> None:
+        """Goes back to the first batch that is held, and cuts otherwise.
+
+        Args:
+            micro_batch_size: from now on; None: uncut.
+        """
+        self._micro_batch_size = micro_batch_size
+        if self._replay is not None:
+            self._iterator = iter(self._new_stream(self._replay.dataset()))
+
+    def let_go(self, batches: int) -> None:
+        """Forgets the first batches that are held."""
+        if self._replay is not None:
+            self._replay.let_go(batches)
+
+    def largest_share(self, batches: int) -> int:
+        """The most rows of one replica in the first batches that are held."""
+        held = self._replay.held(batches) if self._replay is not None else []
+        rows = max((int(_num_rows(batch)) for batch in held), default=0)
+        whole = self.is_share or self._by_epoch is not None
+        replicas = (
+            strategies.num_local_replicas(self._strategy)
+            if whole
+            else strategies.num_replicas(self._strategy)
+        )
+        return -(-rows // replicas)
 
     def begin_evaluation(self, number: int, resumes: bool) -> Any:
         """An iterator for the evaluation after so many others.
@@ -547,15 +605,13 @@ class Source:
             done += has_more and bool(last[0])
         return done, not agreement.any_worker(self._strategy, has_more)
 
-    def _stream_from(self, epoch: int, skip_batches: int) -> tf.data.Dataset:
-        """The micro-batches from some batch on, of data begun in `epoch`."""
+    def _dataset_from(self, epoch: int, skip_batches: int) -> tf.data.Dataset:
+        """The batches from some one on, of data begun in `epoch`."""
         if self._by_epoch is not None:
-            return self._new_stream(
-                self._epoch_dataset(self._by_epoch, epoch, skip_batches)
-            )
-        if skip_batches:
-            return self._new_stream(self._dataset.skip(skip_batches))
-        return self._stream
+            return self._epoch_dataset(self._by_epoch, epoch, skip_batches)
+        return (
+            self._dataset.skip(skip_batches) if skip_batches else self._dataset
+        )
 
     def _epoch_dataset(
         self, data: EpochData, epoch: int, skip_batches: int = 0
@@ -572,7 +628,9 @@ class Source:
         return micro_batch_stream(
             dataset,
             self._strategy,
-            micro_batch_size=self._micro_batch_size,
+            # Uncut and cut batches have to look the same.
+            micro_batch_size=self._micro_batch_size
+            or (_WHOLE_SHARE if self._holds else None),
             is_share=self.is_share or self._by_epoch is not None,
         )
 

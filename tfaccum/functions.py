@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 from tfaccum.adasum import AdaSum
+from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import Source, any_number_of_rows, next_elements
 from tfaccum.schedule import AccumulationSchedule
@@ -49,7 +50,8 @@ class Functions:
     # Set by `compile`.
     gradient_accumulation_steps: Any = 1
     accumulation_schedule = AccumulationSchedule(1)
-    micro_batch_size: int | None = None
+    micro_batch_size: Any = None
+    micro_batch_search: MicroBatchSearch | None = None
     accumulator_dtype: str | None = None
     wire_dtype: str | None = None
     replica_reduction: AdaSum | str = "mean"
@@ -92,6 +94,13 @@ class Functions:
         )
 
     @property
+    def cut_size(self) -> int | None:
+        """The most examples of one replica at once, now; None: uncut."""
+        if self.micro_batch_search is not None:
+            return self.micro_batch_search.size
+        return self.micro_batch_size
+
+    @property
     def makes_own_steps(self) -> bool:
         """Whether each replica's optimizer has moments of its own."""
         return self.adasum is not None and self.adasum.form == "delta"
@@ -117,7 +126,12 @@ class Functions:
         freeze = self.gradient_freeze
         accumulates = self._accumulates()
         whole = Window(self, self.train_step, accumulates=accumulates)
-        made = {0: (whole, self._function_of(whole))}
+        function_of = (
+            self._function_of
+            if self.micro_batch_search is None
+            else self._searching_function_of
+        )
+        made = {0: (whole, function_of(whole))}
 
         def of_group(group: int) -> tuple[Window, Any]:
             if group not in made:
@@ -128,16 +142,16 @@ class Functions:
                     frozen=freeze.frozen(self, group) if freeze else (),
                     whole=whole,
                 )
-                made[group] = window, self._function_of(window)
+                made[group] = window, function_of(window)
             return made[group]
 
         def train_function(
-            iterator: Any, batches: int, steps: int, stops: bool = False
+            source: Source, batches: int, steps: int, stops: bool = False
         ) -> tuple[dict, bool, bool]:
             group = freeze.group_at(self.num_updates) if freeze else 0
             window, execute = of_group(group)
             logs, rows, counts, more, stopped = execute(
-                iterator, batches, steps, stops
+                source, batches, steps, stops
             )
             if self.counts_exponents:
                 self.last_exponents = Exponents(window.paths, counts)
@@ -166,10 +180,10 @@ class Functions:
         execute = self._function_of(window)
 
         def test_function(
-            iterator: Any, batches: int, stops: bool = False
+            source: Source, batches: int, stops: bool = False
         ) -> tuple[dict, int, bool, bool]:
             logs, examples, _, more, stopped = execute(
-                iterator, batches, 1, stops
+                source, batches, 1, stops
             )
             return logs, int(examples.sum()), more, stopped
 
@@ -228,34 +242,60 @@ class Functions:
             )
             return logs, rows, counts, more, stopped
 
+        traces: Any = execute
         if not self.run_eagerly:
-            execute = tf.function(execute, autograph=False)
+            traces = tf.function(execute, autograph=False)
 
-        prepared_for = None
+        # Looked up by the spec of the data alone. A dict in it has no hash.
+        traced: list[tuple[Any, Callable[..., Any]]] = []
 
         def function(
-            iterator: Any, batches: int, steps: int, stops: bool
+            source: Source, batches: int, steps: int, stops: bool
         ) -> tuple:
-            nonlocal prepared_for
-            if iterator.element_spec != prepared_for:
-                window.prepare(iterator.element_spec)
-                prepared_for = iterator.element_spec
-            logs, rows, counts, more, stopped = execute(
-                iterator,
+            spec = source.element_spec
+            arguments = (
+                source.iterator,
                 tf.constant(batches),
                 tf.constant(steps),
                 tf.constant(stops),
             )
-            named = dict(
-                zip(window.log_names, logs.numpy().tolist(), strict=True)
+            call = next((call for of, call in traced if of == spec), None)
+            if call is None:
+                window.prepare(spec)
+                call = traces
+                if not self.run_eagerly:
+                    call = traces.get_concrete_function(*arguments)
+                traced.append((spec, call))
+            return _read(window, call(*arguments))
+
+        return function
+
+    def _searching_function_of(self, window: Window) -> Any:
+        """One window of `batches`, with micro-batches that fit into memory."""
+        begin: Any = window.begin
+        finish: Any = window.finish
+        search: Any = self.micro_batch_search
+        if not self.run_eagerly:
+            begin = tf.function(begin, autograph=False)
+            finish = tf.function(finish, autograph=False)
+        prepared: list[Any] = []
+
+        def function(
+            source: Source, batches: int, steps: int, stops: bool
+        ) -> tuple:
+            if source.element_spec not in prepared:
+                window.prepare(source.element_spec)
+                window.check_search()
+                prepared.append(source.element_spec)
+            stop = tf.constant(stops)
+            begun = search.begin(
+                window,
+                lambda iterator: begin(iterator, tf.constant(batches), stop),
+                source,
+                batches,
             )
-            return (
-                named,
-                rows.numpy(),
-                counts.numpy(),
-                bool(more),
-                bool(stopped),
-            )
+            logs, row, *others = finish(begun, stop)
+            return _read(window, (logs, row[tf.newaxis], *others))
 
         return function
 
@@ -282,17 +322,21 @@ class Functions:
         return Source(
             self.distribute_strategy,
             x,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=self.cut_size,
             **arguments,
         )
 
     def _batch_source(
-        self, x: Any, y: Any = None, sample_weight: Any = None
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        holds: bool = False,
     ) -> Source:
         """The source whose one batch is this one."""
         batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
-        return self._make_source(any_number_of_rows(batch))
+        return self._make_source(any_number_of_rows(batch), holds=holds)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -360,3 +404,10 @@ class Functions:
                 agreement.check_shares(
                     self.distribute_strategy, source.first_batches()
                 )
+
+
+def _read(window: Window, found: tuple) -> tuple:
+    """What a window has returned, on the host; its logs by name."""
+    logs, rows, counts, more, stopped = found
+    named = dict(zip(window.log_names, logs.numpy().tolist(), strict=True))
+    return named, rows.numpy(), counts.numpy(), bool(more), bool(stopped)

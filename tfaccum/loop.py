@@ -102,6 +102,7 @@ class HostLoop(Evaluation):
             steps=steps_per_epoch,
             shuffle=shuffle,
             class_weight=class_weight,
+            holds=self.micro_batch_search is not None,
         )
         validation = None
         if validation_data is not None:
@@ -167,10 +168,8 @@ class HostLoop(Evaluation):
                     keras_private.should_evaluate(self, e, validation_freq)
                     for e in range(epoch)
                 )
-                iterator = validation.begin_evaluation(
-                    evaluations, resumes=run.is_resumed
-                )
-                val_logs = self._evaluate(validation, iterator, callbacks)
+                validation.begin_evaluation(evaluations, resumes=run.is_resumed)
+                val_logs = self._evaluate(validation, callbacks)
                 logs.update({f"val_{k}": v for k, v in val_logs.items()})
             run.position = Position(epoch + 1)
             callbacks.on_epoch_end(epoch, logs)
@@ -280,7 +279,7 @@ class HostLoop(Evaluation):
     ) -> dict[str, float]:
         """The windows of one epoch from `run.position`; returns its logs."""
         epoch, done = run.position.epoch, run.position.batch
-        iterator = source.begin_epoch(epoch, done if run.is_resumed else None)
+        source.begin_epoch(epoch, done if run.is_resumed else None)
         total, more, stops = source.num_batches, not run.is_stopped, False
         logs, run.logs = run.logs, {}
         while more and (total is None or done < total):
@@ -290,7 +289,7 @@ class HostLoop(Evaluation):
                 batches = min(batches, total - done)
             callbacks.on_train_batch_begin(done)
             results, more, stopped = self.train_function(
-                iterator, batches, steps, stops
+                source, batches, steps, stops
             )
             if stopped:
                 self.stop_training = True
@@ -319,6 +318,8 @@ class HostLoop(Evaluation):
         """Windows of the next call of the train function, and their K."""
         windows, schedule = self.steps_per_execution, self.accumulation_schedule
         freeze = self.gradient_freeze
+        if self.micro_batch_search is not None:
+            windows = 1
         if run.pauses_every is None and schedule.is_constant and not freeze:
             return windows, schedule.at(0)
         update = run.num_updates
@@ -411,12 +412,18 @@ class HostLoop(Evaluation):
             sample_weight = keras_private.class_weight_to_sample_weight(
                 y, class_weight
             )
-        source = self._batch_source(x, y, sample_weight)
+        source = self._batch_source(
+            x,
+            y,
+            sample_weight,
+            holds=self.micro_batch_search is not None,
+        )
         self._build(source.spec)
         self._check_normalisation(source)
         self.make_train_function()
         self.reset_metrics()
-        logs, _, _ = self.train_function(source.begin_epoch(0), 1, 1)
+        source.begin_epoch(0)
+        logs, _, _ = self.train_function(source, 1, 1)
         self._check_updates()
         return self._batch_result(logs, return_dict)
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
 from tfaccum.adasum import AdaSum, check_replica_reduction
+from tfaccum.auto_micro_batch import AutoMicroBatch, MicroBatchSearch
 from tfaccum.batching import check_count
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
@@ -103,7 +104,7 @@ class Model(HostLoop, keras.Model):
         self,
         *args: Any,
         gradient_accumulation_steps: Steps = 1,
-        micro_batch_size: int | None = None,
+        micro_batch_size: AutoMicroBatch | int | str | None = None,
         accumulator_dtype: str | None = None,
         wire_dtype: str | None = None,
         replica_reduction: AdaSum | str = "mean",
@@ -125,7 +126,8 @@ class Model(HostLoop, keras.Model):
             micro_batch_size: the most examples that one replica holds at
                 once, >= 1: each dataset batch is cut into micro-batches that
                 differ by at most one example. None: not cut. Composes with
-                `gradient_accumulation_steps`.
+                `gradient_accumulation_steps`. "auto", or a
+                `tfaccum.AutoMicroBatch`: the largest that fits into memory.
             accumulator_dtype: of the gradient sums: "float32", "bfloat16"
                 (half the memory, and sums that lose small gradients) or
                 "float64". None: float32, or a variable's own dtype where that
@@ -165,8 +167,7 @@ class Model(HostLoop, keras.Model):
         """
         strategies.check_supported(self.distribute_strategy)
         schedule = AccumulationSchedule(gradient_accumulation_steps)
-        if micro_batch_size is not None:
-            check_count("micro_batch_size", micro_batch_size)
+        search = _micro_batch_search(micro_batch_size)
         check_count("max_consecutive_skips", max_consecutive_skips)
         _check_choice(
             "accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES
@@ -192,6 +193,7 @@ class Model(HostLoop, keras.Model):
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.accumulation_schedule = schedule
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_search = search
         self.accumulator_dtype = accumulator_dtype
         self.wire_dtype = wire_dtype
         self.replica_reduction = replica_reduction
@@ -211,7 +213,9 @@ class Model(HostLoop, keras.Model):
         if config:
             config |= {
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
-                "micro_batch_size": self.micro_batch_size,
+                "micro_batch_size": keras.saving.serialize_keras_object(
+                    self.micro_batch_size
+                ),
                 "accumulator_dtype": self.accumulator_dtype,
                 "wire_dtype": self.wire_dtype,
                 "replica_reduction": keras.saving.serialize_keras_object(
@@ -472,6 +476,22 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
             f"`{name}` must be one of {', '.join(map(repr, choices))}. "
             f"Received: {name}={value!r}."
         )
+
+
+def _micro_batch_search(size: Any) -> MicroBatchSearch | None:
+    if size == "auto":
+        size = AutoMicroBatch()
+    if isinstance(size, AutoMicroBatch):
+        return MicroBatchSearch(size)
+    if isinstance(size, str):
+        raise ValueError(
+            "`micro_batch_size` must be an int, 'auto', a "
+            "tfaccum.AutoMicroBatch or None. Received: micro_batch_size="
+            f"{size!r}."
+        )
+    if size is not None:
+        check_count("micro_batch_size", size)
+    return None
 
 
 def _check_freeze(freeze: Any) -> None:

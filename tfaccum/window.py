@@ -102,7 +102,7 @@ class Window:
         whole: "Window | None" = None,
     ):
         self._model = model
-        self._strategy = model.distribute_strategy
+        self.strategy = self._strategy = model.distribute_strategy
         self._replicas = strategies.num_replicas(self._strategy)
         self._trains = step == model.train_step
         self._accumulates = accumulates
@@ -196,12 +196,26 @@ class Window:
 
         Context: cross-replica.
         """
+        return self.finish(self.begin(iterator, batches, stops), stops)
+
+    def begin(
+        self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
+    ) -> tuple[Any, ...]:
+        """The first half of `run`: all micro-steps. Communicates nothing."""
         run = self._strategy.run
-        state, before = run(self._layer_state), run(self._recallable)
+        before = run(self._layer_state), run(self._recallable)
         if self._accumulates:
-            more, found, data = self._accumulate(iterator, batches, stops)
-        else:
-            _, more, found, data = self._next(iterator)
+            more, elements = self._accumulate(iterator, batches, stops)
+            return before, more, (), elements
+        _, more, found, elements = self._next(iterator)
+        return before, more, found, elements if self._searches else ()
+
+    def finish(self, begun: tuple[Any, ...], stops: tf.Tensor) -> tuple:
+        """The second half of `run`: one reduction, one update."""
+        run = self._strategy.run
+        (state, before), more, found, elements = begun
+        if self._accumulates:
+            found = run(self.sums.values)
         reduced = run(self._reduce, args=(more, stops, found))
         stopped = self._local(reduced["stopped"])
         results = self._results(reduced)
@@ -215,7 +229,7 @@ class Window:
             results,
             strict=True,
         ):
-            self._update(trained, gradients, result, stopped, data)
+            self._update(trained, gradients, result, stopped, elements)
         keeps = (
             (finite | (self._model.on_nonfinite == "apply"))
             & tf.reduce_any([r["weight"] > 0 for r in results])
@@ -237,8 +251,12 @@ class Window:
 
     def _accumulate(
         self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
-    ) -> tuple[tf.Tensor, Any, Any]:
-        """Adds up micro-steps until `batches` have ended."""
+    ) -> tuple[tf.Tensor, Any]:
+        """Adds up micro-steps until `batches` have ended.
+
+        Returns:
+            Whether there are more, and the last elements if they are needed.
+        """
 
         def body(done: tf.Tensor, _: tf.Tensor, kept: list) -> tuple:
             last, more, found, elements = self._next(iterator)
@@ -269,7 +287,7 @@ class Window:
         elements = tf.nest.pack_sequence_as(
             none_yet, kept, expand_composites=True
         )
-        return more, self._strategy.run(self.sums.values), elements
+        return more, elements
 
     def _no_elements(self) -> list[tuple]:
         """What each replica of this worker has before the first micro-step."""
@@ -283,6 +301,47 @@ class Window:
         elements = list(zip(rows, data, strict=True))
         found = self._micro_step(elements)
         return last[0], rows[0] != feeding.NO_MORE_DATA, found, elements
+
+    def check_search(self) -> None:
+        """Refuses to look for a micro-batch size where layers communicate.
+
+        Raises:
+            ValueError: if they do.
+        """
+        if self._step.communicates:
+            raise ValueError(
+                "`micro_batch_size` must be a number where layers communicate "
+                "in their forward pass: a replica that runs out of memory "
+                "would leave the others waiting. Received: "
+                "micro_batch_size='auto' with a layer that has "
+                "`synchronized=True`. Use "
+                "tfaccum.layers.WindowBatchNormalization."
+            )
+
+    # --- Taken back --------------------------------------------------------
+
+    def remember(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """What `begin` changes beside the sums, on this worker's replicas."""
+        counters = filter(is_counter, self._model.non_trainable_variables)
+        variables = [
+            *self._layer_variables,
+            *self._model.metrics_variables,
+            *counters,
+        ]
+        return [
+            (copy, tf.identity(copy))
+            for variable in variables
+            for copy in self._strategy.experimental_local_results(
+                variable.value
+            )
+        ]
+
+    def put_back(self, before: list[tuple[tf.Variable, tf.Tensor]]) -> None:
+        """Takes `begin` back; `before` is what `remember` has returned."""
+        for copy, value in before:
+            copy.assign(value)
+        if self.sums:
+            self._strategy.run(self.sums.reset)
 
     # --- In replica context ------------------------------------------------
 
