@@ -318,6 +318,28 @@ def test_flags_win_over_the_experiment(flags, expected, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        (["--accumulation_schedule=3"], "--accumulation_schedule=3."),
+        (["--accumulation_schedule=0:2"], "--accumulation_schedule=0:2"),
+        (
+            ["--accumulation_schedule=5:2,5:4"],
+            "--accumulation_schedule=5:2,5:4",
+        ),
+        (["--accumulation_schedule=5:0"], "--accumulation_schedule=5:0"),
+        (["--accumulation_schedule=5:2", "--cut_batches"], "--cut_batches, "),
+        (
+            ["--accumulation_schedule=5:2", "--verify_updates=6"],
+            "Received: --verify_updates=6",
+        ),
+    ],
+)
+def test_a_wrong_schedule_is_refused(flags, text, capsys):
+    assert run_here(DIGITS, *flags) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_help_is_readable_and_about_this_command_only(capsys):
     assert run_here("--helpshort") == 0
     text = capsys.readouterr().out
@@ -327,6 +349,32 @@ def test_help_is_readable_and_about_this_command_only(capsys):
 
 
 # --- A run -----------------------------------------------------------------
+
+
+def test_batches_that_grow(tmp_path):
+    """The plan says so, and the updates are counted: 90 batches an epoch."""
+    result = command(
+        DIGITS,
+        "--virtual_devices=1",
+        "--global_batch=32",
+        "--micro_batch=16",
+        "--epochs=2",
+        "--accumulation_schedule=40:5,50:100",
+        "--auto_micro_batch",
+        f"--model_dir={tmp_path / 'model'}",
+        f"--data_dir={tmp_path / 'data'}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert (
+        "global batch 32 = 16 micro-batch x 1 replica x 2 micro-steps (2 "
+        "dataset batches of 16); 80 from update 40 (5 micro-steps); 1600 from "
+        "update 50 (100 micro-steps); smaller micro-batches if these do not "
+        "fit" in result.stdout
+    )
+    # 40 of 2 batches, 2 of 5; then 8 of 5, and one of all 50 that are left.
+    assert "90 dataset batches, 51 updates in 2 epochs" in result.stdout
+    summary = json.loads((tmp_path / "model/summary.json").read_text())
+    assert summary["results"]["updates"] == 51
 
 
 @pytest.fixture(scope="module")

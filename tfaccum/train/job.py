@@ -12,6 +12,7 @@ from typing import Any
 from absl import logging
 
 from tfaccum.batching import BatchPlan
+from tfaccum.schedule import AccumulationSchedule
 from tfaccum.train.options import Options, UsageError
 
 
@@ -47,6 +48,7 @@ with _quiet():
 from tfaccum import callbacks as progress  # noqa: E402
 from tfaccum import feeding  # noqa: E402
 from tfaccum import strategy as strategies  # noqa: E402
+from tfaccum.auto_micro_batch import AutoMicroBatch  # noqa: E402
 from tfaccum.checkpoint import CHECKPOINTS, Checkpoint  # noqa: E402
 from tfaccum.model import Model  # noqa: E402
 from tfaccum.run import Preempted  # noqa: E402
@@ -302,16 +304,36 @@ def _load(options: Options) -> Any:
 
 def _accumulation(plan: BatchPlan, options: Options) -> dict[str, Any]:
     """What `compile` is told about the plan."""
+    arguments: dict[str, Any] = {}
     if options.cut_batches:
-        return {"micro_batch_size": plan.micro_batch_size}
-    return {"gradient_accumulation_steps": plan.gradient_accumulation_steps}
+        arguments["micro_batch_size"] = plan.micro_batch_size
+    else:
+        steps = [(0, plan.gradient_accumulation_steps)]
+        arguments["gradient_accumulation_steps"] = (
+            [*steps, *options.accumulation_schedule]
+            if options.accumulation_schedule
+            else plan.gradient_accumulation_steps
+        )
+    if options.auto_micro_batch:
+        arguments["micro_batch_size"] = AutoMicroBatch(
+            start=plan.micro_batch_size, directory=str(options.model_dir)
+        )
+    return arguments
 
 
 def _describe(plan: BatchPlan, options: Options) -> str:
-    if not options.cut_batches:
-        return plan.describe()
-    product, _, _ = plan.describe().partition(" (")
-    return f"{product} (cut from one dataset batch)"
+    product = text = plan.describe()
+    if options.cut_batches:
+        product, _, _ = text.partition(" (")
+        text = f"{product} (cut from one dataset batch)"
+    for update, steps in options.accumulation_schedule:
+        text += (
+            f"; {plan.dataset_batch_size * steps} from update {update} "
+            f"({steps} micro-steps)"
+        )
+    if options.auto_micro_batch:
+        text += "; smaller micro-batches if these do not fit"
+    return text
 
 
 def _num_updates(train: Any, plan: BatchPlan, options: Options) -> int | None:
@@ -319,8 +341,21 @@ def _num_updates(train: Any, plan: BatchPlan, options: Options) -> int | None:
     batches = _num_batches(train)
     if batches is None:
         return None
-    per_epoch = batches if options.cut_batches else plan.windows(batches)
-    return per_epoch * options.epochs
+    if options.cut_batches:
+        return batches * options.epochs
+    schedule = AccumulationSchedule(
+        [
+            (0, plan.gradient_accumulation_steps),
+            *options.accumulation_schedule,
+        ]
+    )
+    updates = 0
+    for _ in range(options.epochs):
+        left = batches
+        while left > 0:
+            left -= schedule.at(updates)
+            updates += 1
+    return updates
 
 
 def _num_batches(train: Any) -> int | None:
@@ -332,8 +367,10 @@ def _num_batches(train: Any) -> int | None:
 
 
 def _describe_epochs(train: Any, num_updates: int, options: Options) -> str:
+    per_epoch = f"{num_updates // options.epochs} updates per epoch, "
+    if options.accumulation_schedule:
+        per_epoch = ""
     return (
-        f"{_num_batches(train)} dataset batches, "
-        f"{num_updates // options.epochs} updates per epoch, {num_updates} "
+        f"{_num_batches(train)} dataset batches, {per_epoch}{num_updates} "
         f"updates in {options.epochs} epochs"
     )

@@ -22,6 +22,7 @@ from tfaccum import cluster as clusters
 from tfaccum.batching import BatchPlan
 from tfaccum.cluster import EXIT_PREEMPTED, STARTED, Cluster
 from tfaccum.rendezvous import TIMEOUT
+from tfaccum.schedule import AccumulationSchedule
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker")
 WIRE_DTYPES = ("bfloat16", "float16")
@@ -66,7 +67,9 @@ _GROUPS = {
         "global_batch",
         "micro_batch",
         "accumulation_steps",
+        "accumulation_schedule",
         "cut_batches",
+        "auto_micro_batch",
     ),
     "Training": (
         "epochs",
@@ -99,6 +102,7 @@ _PLACEHOLDERS = {
     "data_dir": "DIR",
     "devices": "A,B",
     "worker_hosts": "A:1,B:1",
+    "accumulation_schedule": "U:K,U:K",
 }
 # Flags that may differ between the workers of a cluster, and those that are
 # compared in another way: the experiment by its content, the others by
@@ -136,7 +140,9 @@ class Options:
     experiment: Path
     batch_sizes: Mapping[str, int]
     sources: Mapping[str, str]
+    accumulation_schedule: tuple[tuple[int, int], ...]
     cut_batches: bool
+    auto_micro_batch: bool
     epochs: int
     learning_rate: float
     precision: str
@@ -268,8 +274,40 @@ def _options(
     rest["cluster"] = cluster
     rest["experiment"] = path
     rest["model_dir"] = Path(found["model_dir"]).expanduser()
+    rest["accumulation_schedule"] = _schedule(values)
     rest["devices"] = found["devices"] and tuple(found["devices"])
     return Options(batch_sizes=sizes, sources=sources, flags=found, **rest)
+
+
+def _schedule(values: flags.FlagValues) -> tuple[tuple[int, int], ...]:
+    """Pairs (update, K) of --accumulation_schedule."""
+    given = values["accumulation_schedule"].value or []
+    text = ",".join(given)
+    try:
+        pairs = [tuple(map(int, pair.split(":"))) for pair in given]
+        schedule = tuple((update, k) for update, k in pairs)
+        AccumulationSchedule([(0, 1), *schedule])
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            "--accumulation_schedule must be pairs update:steps that rise, "
+            f"from 1 on. Received: --accumulation_schedule={text}. Write for "
+            "instance 1000:8,5000:32."
+        ) from error
+    if schedule and values["cut_batches"].value:
+        raise UsageError(
+            "--accumulation_schedule must not be given with --cut_batches, "
+            "where one dataset batch is one update. Received: "
+            f"--accumulation_schedule={text}."
+        )
+    verified = int(values["verify_updates"].value or 0)
+    if schedule and verified > schedule[0][0]:
+        raise UsageError(
+            "--verify_updates must end before the first change of "
+            "--accumulation_schedule. Received: "
+            f"--verify_updates={verified}, "
+            f"--accumulation_schedule={text}."
+        )
+    return schedule
 
 
 def help_text() -> str:
@@ -329,6 +367,17 @@ def _define_flags() -> flags.FlagValues:
     integer("global_batch", None, "examples behind one update", 1)
     integer("micro_batch", None, "most examples that a replica holds", 1)
     integer("accumulation_steps", None, "micro-steps in one update", 1)
+    flags.DEFINE_list(
+        "accumulation_schedule",
+        None,
+        "other steps after so many updates: 1000:8,5000:32",
+        flag_values=values,
+    )
+    boolean(
+        "auto_micro_batch",
+        "halve the micro-batch while it does not fit into\n"
+        "memory; the global batch stays",
+    )
     boolean(
         "cut_batches",
         "the dataset yields global batches, which each\n"
