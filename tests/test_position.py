@@ -397,7 +397,7 @@ def test_seed_of_a_source(monkeypatch):
 PROGRAM = """
 import json
 import numpy as np, tensorflow as tf
-from tfaccum.feeding import Source
+from tfaccum.feeding import NO_MORE_DATA, Source
 
 tf.random.set_seed(1)
 source = Source(tf.distribute.get_strategy(), np.arange(30), shuffle=True,
@@ -406,7 +406,7 @@ orders = []
 for epoch in range(2):
     order = []
     for rows, _, x in source.begin_epoch(epoch, skip_batches=1):
-        if rows < 0:
+        if rows == NO_MORE_DATA:
             break
         order += x.numpy().tolist()
     orders.append(order)
