@@ -1,9 +1,11 @@
-"""A network of Linux namespaces with links of limited bandwidth.
+"""A network of Linux namespaces with links of limited bandwidth and delay.
 
-Each worker has a namespace of its own. It is joined to a bridge in one more
+Each worker has a namespace of its own. It is joined to a switch in one more
 namespace by a pair of virtual Ethernet devices, each of which sends at most so
-many Mbit/s (the kernel's token bucket filter). All names begin with "tfa" and
-the process id; nothing is made in the root namespace.
+many Mbit/s (the kernel's token bucket filter). The switch is a bridge of the
+kernel, or the process of `relay.py` where the links have a delay: not every
+kernel has a queueing discipline for that (`netem`). All names begin with "tfa"
+and the process id; nothing is made in the root namespace.
 """
 
 import contextlib
@@ -12,11 +14,19 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 JUMBO = 9000
 PR_SET_PDEATHSIG = 1
+RELAY = Path(__file__).with_name("relay.py")
+# Reads names until nobody can send more, and removes the namespaces.
+REMOVER = """
+while read name; do names="$names $name"; done
+for name in $names; do ip netns delete $name; done
+"""
 
 
 class NetworkError(RuntimeError):
@@ -27,18 +37,25 @@ class Network:
     """A namespace for each worker, and links between them.
 
     A context manager: on leaving, whatever the reason, it ends the processes
-    that were started in it and removes everything that it made.
+    that were started in it and removes everything that it made. Where this
+    process is killed, the kernel ends the others, and one that outlives it
+    removes the namespaces.
 
     Args:
         workers: >= 1 and <= 250.
         mtu: the largest packet without its Ethernet header.
+        delay: seconds from one worker to another, >= 0; None: no relay.
     """
 
-    def __init__(self, workers: int, mtu: int = JUMBO):
+    def __init__(
+        self, workers: int, mtu: int = JUMBO, delay: float | None = None
+    ):
         self._prefix = f"tfa{os.getpid()}"
         self._switch = f"{self._prefix}s"
         self._names = [f"{self._prefix}n{i}" for i in range(workers)]
         self._mtu = mtu
+        self._delay = delay
+        self._remover: subprocess.Popen | None = None
         self._processes: list[subprocess.Popen] = []
 
     @property
@@ -70,8 +87,13 @@ class Network:
         self, index: int, command: Sequence[str], **arguments: Any
     ) -> subprocess.Popen:
         """Starts a process as a worker, which cannot outlive this one."""
+        return self._start(self._names[index], command, **arguments)
+
+    def _start(
+        self, where: str, command: Sequence[str], **arguments: Any
+    ) -> subprocess.Popen:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._names[index], *command],
+            ["ip", "netns", "exec", where, *command],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=_end_with_parent,
@@ -81,18 +103,22 @@ class Network:
         return process
 
     def _make(self) -> None:
-        switch = self._switch
-        bridge = f"{self._prefix}b"
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", REMOVER, f"{self._prefix}r"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+        self._add(self._switch)
         for index, (name, host) in enumerate(
             zip(self._names, self.hosts, strict=True)
         ):
             (_, inner), (_, outer) = ends = self.ends(index)
-            _run("ip", "netns", "add", name)
+            self._add(name)
             _run(
                 *("ip", "link", "add", inner, "netns", name, "type", "veth"),
-                *("peer", "name", outer, "netns", switch),
+                *("peer", "name", outer, "netns", self._switch),
             )
             for where, device in ends:
                 # One packet of the kernel is one packet of the network, so
@@ -101,14 +127,47 @@ class Network:
                     *("ip", "-n", where, "link", "set", device),
                     *("mtu", str(self._mtu), "gso_max_segs", "1", "up"),
                 )
-            _run("ip", "-n", switch, "link", "set", outer, "master", bridge)
             _run("ip", "-n", name, "addr", "add", f"{host}/24", "dev", inner)
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run(
                 *("ip", "netns", "exec", name, "sh", "-c"),
                 "echo reno > /proc/sys/net/ipv4/tcp_congestion_control",
             )
-        _run("ip", "-n", switch, "link", "set", bridge, "up")
+        ports = [self.ends(i)[1][1] for i in range(len(self._names))]
+        if self._delay is None:
+            self._bridge(ports)
+        else:
+            self._relay(ports, self._delay)
+
+    def _add(self, name: str) -> None:
+        """Adds a namespace; it is known to the remover before it is there."""
+        if self._remover and self._remover.stdin:
+            print(name, file=self._remover.stdin, flush=True)
+        _run("ip", "netns", "add", name)
+
+    def _bridge(self, ports: Sequence[str]) -> None:
+        """Makes the kernel carry packets between these devices at once."""
+        here = ("ip", "-n", self._switch, "link")
+        bridge = f"{self._prefix}b"
+        _run(*here, "add", bridge, "type", "bridge")
+        for port in ports:
+            _run(*here, "set", port, "master", bridge)
+        _run(*here, "set", bridge, "up")
+
+    def _relay(self, ports: Sequence[str], delay: float) -> None:
+        """Makes a process carry packets between them, so much later."""
+        process = self._start(
+            self._switch,
+            [sys.executable, str(RELAY), f"--seconds={delay}", *ports],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process.stdout as said:
+            if said.readline() != "ready\n":
+                raise NetworkError(
+                    "A network with a delay needs a process that relays. "
+                    f"Received: exit code {process.wait()} of {RELAY.name}."
+                )
 
     def _remove(self) -> None:
         with _undisturbed():
@@ -117,15 +176,14 @@ class Network:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             # Devices and bridge go with their namespaces.
-            problems = []
-            for name in namespaces():
-                if name in (self._switch, *self._names):
-                    try:
-                        _run("ip", "netns", "delete", name)
-                    except NetworkError as error:
-                        problems.append(str(error))
-            if problems:
-                raise NetworkError("\n".join(problems))
+            if self._remover:
+                self._remover.communicate()
+            left = {self._switch, *self._names} & {*namespaces()}
+            if left:
+                raise NetworkError(
+                    "All namespaces must be removed. Received: "
+                    f"{sorted(left)} are left."
+                )
 
 
 def limit(ends: Sequence[Sequence[str]], mbit: float | None) -> None:
@@ -155,10 +213,10 @@ def namespaces() -> list[str]:
     return [row.split()[0] for row in _run("ip", "netns", "list").splitlines()]
 
 
-def obstacle() -> str:
-    """Why a network cannot be made here; "" if it can."""
+def obstacle(delay: float | None = None) -> str:
+    """Why a network with this delay cannot be made here; "" if it can."""
     try:
-        with Network(1) as network:
+        with Network(1, delay=delay) as network:
             limit(network.ends(0), 100)
             return ""
     except NetworkError as error:

@@ -1,4 +1,4 @@
-r"""Training over a network of limited bandwidth, made on one machine.
+r"""Training over a network of limited bandwidth and delay, on one machine.
 
 Workers train with MultiWorkerMirroredStrategy, each in a network namespace of
 its own, and read from their network device how much they have sent. Printed
@@ -10,7 +10,7 @@ tables, also of what a simple cost model makes of them.
 
 The second measures nothing and reads what the first has written. Measuring
 takes Linux, the rights of root, `ip` and `tc` of iproute2, 5 GB of memory, and
-9 minutes on two busy cores.
+23 minutes on two cores that have as much else to do.
 
 What was measured, beside what was expected, is in docs/scaling.md.
 """
@@ -60,6 +60,7 @@ def measure(
     *,
     workers: int,
     mtu: int = JUMBO,
+    delay: float | None = None,
     rounds: int = 3,
     updates: int = 3,
     timeout: float = 1800,
@@ -67,6 +68,7 @@ def measure(
     """Trains in a network of its own; returns a row for each case.
 
     The cases take turns, `rounds` times, with `updates` counted each time.
+    `delay` is in seconds, from one worker to another; None: no relay.
 
     Raises:
         NetworkError: if the network cannot be made.
@@ -74,7 +76,7 @@ def measure(
     """
     with (
         tempfile.TemporaryDirectory() as folder,
-        Network(workers, mtu) as network,
+        Network(workers, mtu, delay) as network,
     ):
         processes = []
         for index in range(workers):
@@ -108,6 +110,7 @@ def measure(
     setting = {
         "workers": workers,
         "mtu": mtu,
+        "delay": delay,
         **about_here(),
     }
     rows = [
@@ -230,7 +233,9 @@ def about_here() -> dict[str, str]:
     }
 
 
-def measure_all(parameters: int, mbit: float) -> Iterator[dict[str, Any]]:
+def measure_all(
+    parameters: int, mbit: float, delays: Sequence[float]
+) -> Iterator[dict[str, Any]]:
     """All rows of docs/scaling.md, as they are measured."""
     wires = tuple(cost_model.WIRE_BYTES)
     tiny = [case(TINY, k, None, mbit) for k in (1, 16)]
@@ -250,6 +255,13 @@ def measure_all(parameters: int, mbit: float) -> Iterator[dict[str, Any]]:
         workers=4,
         mtu=1500,
     )
+    waits = [case(TINY, 1, wire, None) for wire in wires]
+    for delay in delays:
+        yield from measure(
+            [*large(mbit, 1, 4, 16), *waits], workers=4, delay=delay, rounds=5
+        )
+        for workers in (2, 3):
+            yield from measure(waits, workers=workers, delay=delay, updates=5)
 
 
 # --- The command -----------------------------------------------------------
@@ -263,6 +275,13 @@ def main() -> None:
     parser.add_argument("--plot", help="file for the plot")
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--mbit", type=float, default=200.0)
+    parser.add_argument(
+        "--delay_ms",
+        type=float,
+        nargs="*",
+        default=[0.0, 2.0, 10.0],
+        help="from one worker to another; the first rows are without a relay",
+    )
     parser.add_argument(
         "--latency",
         type=float,
@@ -288,7 +307,8 @@ def _rows(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     with contextlib.ExitStack() as stack:
         file = flags.json and stack.enter_context(open(flags.json, "w"))
-        for row in measure_all(flags.parameters, flags.mbit):
+        delays = [ms / 1e3 for ms in flags.delay_ms]
+        for row in measure_all(flags.parameters, flags.mbit, delays):
             text = json.dumps(row)
             print(text, flush=True)
             if file:

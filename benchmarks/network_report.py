@@ -29,7 +29,13 @@ def costs_of(rows: Sequence[dict[str, Any]], workers: int) -> cost_model.Costs:
       workers, per step of the ring;
     * update: what an update takes beside both, without a limit.
     """
-    updates = chosen(rows, what="update", wire_dtype=None, mtu=namespaces.JUMBO)
+    updates = chosen(
+        rows,
+        what="update",
+        wire_dtype=None,
+        mtu=namespaces.JUMBO,
+        delay=None,
+    )
     micro_step, rest = cost_model.line(
         [
             (row["K"], row["seconds_per_update"])
@@ -50,18 +56,26 @@ def costs_of(rows: Sequence[dict[str, Any]], workers: int) -> cost_model.Costs:
     )
 
 
-def fit_rows(rows: Sequence[dict[str, Any]], workers: int = 4) -> list[dict]:
+def fit_rows(
+    rows: Sequence[dict[str, Any]],
+    workers: int = 4,
+    delay: float | None = None,
+) -> list[dict]:
     """Measured beside predicted seconds, for the rows with a limit.
 
     `simple` is the cost model of three terms; `full` counts the work of an
-    update too.
+    update too. Both have the delay of the network, where it has one.
     """
     costs = costs_of(rows, workers)
     simple = dataclasses.replace(costs, update=0.0)
     limited = [
         row
         for row in chosen(
-            rows, what="update", workers=workers, mtu=namespaces.JUMBO
+            rows,
+            what="update",
+            workers=workers,
+            mtu=namespaces.JUMBO,
+            delay=delay,
         )
         if row["mbit"] is not None and row["parameters"] > SMALL
     ]
@@ -72,6 +86,8 @@ def fit_rows(rows: Sequence[dict[str, Any]], workers: int = 4) -> list[dict]:
             "workers": workers,
             "num_bytes": row["bytes_expected"],
             "mbit": row["mbit"],
+            "delay": delay or 0.0,
+            "reductions": cost_model.REDUCTIONS[row["wire_dtype"]],
         }
         measured = row["seconds_per_update"]
         predictions = {
@@ -80,6 +96,7 @@ def fit_rows(rows: Sequence[dict[str, Any]], workers: int = 4) -> list[dict]:
         }
         found.append(
             {
+                "delay": delay,
                 "K": row["K"],
                 "wire_dtype": row["wire_dtype"],
                 "measured": measured,
@@ -98,6 +115,38 @@ def fit_rows(rows: Sequence[dict[str, Any]], workers: int = 4) -> list[dict]:
     return found
 
 
+def delays_of(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """The delays that were measured."""
+    found = [row.get("delay") for row in chosen(rows, what="update")]
+    return sorted({delay for delay in found if delay is not None})
+
+
+def trips_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times its delay the network adds to an update.
+
+    It is the slope of the time of a tiny model's update over the delay. The
+    least times are taken, as what else the machine does only adds to them.
+    """
+    points: dict[tuple, list[tuple[float, float]]] = {}
+    for row in chosen(rows, what="update", mbit=None, K=1):
+        if row.get("delay") is not None and row["parameters"] < SMALL:
+            points.setdefault((row["workers"], row["wire_dtype"]), []).append(
+                (row["delay"], row["seconds_least_and_most"][0])
+            )
+    return [
+        {
+            "workers": workers,
+            "wire_dtype": wire,
+            "measured": cost_model.line(of_delay)[0],
+            "expected": cost_model.REDUCTIONS[wire] * cost_model.trips(workers),
+        }
+        for (workers, wire), of_delay in sorted(
+            points.items(), key=lambda item: item[0][0]
+        )
+        if len(of_delay) > 1
+    ]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -107,7 +156,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def bytes_table(rows: Sequence[dict[str, Any]]) -> str:
     """What was sent with each K, and the most of it over the ring's bytes."""
     found: dict[tuple, dict[int, dict[str, Any]]] = {}
-    for row in chosen(rows, what="update"):
+    for row in chosen(rows, what="update", delay=None):
         if row["mbit"] is not None and row["parameters"] > SMALL:
             name = row["workers"], row["mtu"], row["wire_dtype"] or "float32"
             found.setdefault(name, {})[row["K"]] = row
@@ -159,6 +208,46 @@ def fit_table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def trips_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Messages that an update waits for, counted by time."""
+    return table(
+        ["workers", "on the wire", "reductions", "trips, at most", "measured"],
+        [
+            [
+                row["workers"],
+                row["wire_dtype"] or "float32",
+                cost_model.REDUCTIONS[row["wire_dtype"]],
+                row["expected"],
+                f"{row['measured']:.1f}",
+            ]
+            for row in trips_rows(rows)
+        ],
+    )
+
+
+def delay_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Measured beside predicted times, for each delay."""
+    return table(
+        ["delay", "on the wire", "K", "seconds", "least to most"]
+        + ["four terms and delay", "error", "examples/s", "times K = 1"],
+        [
+            [
+                f"{1e3 * delay:g} ms",
+                row["wire_dtype"] or "float32",
+                row["K"],
+                f"{row['measured']:.3f}",
+                "{:.3f} to {:.3f}".format(*row["least_and_most"]),
+                f"{row['full']:.3f}",
+                f"{row['full_error']:+.1%}",
+                f"{row['examples_per_second']:.0f}",
+                f"{row['gain']:.1f}",
+            ]
+            for delay in delays_of(rows)
+            for row in fit_rows(rows, delay=delay)
+        ],
+    )
+
+
 def predictions_table(rows: Sequence[dict[str, Any]]) -> str:
     """One row for each model, bandwidth and K; one column for each W."""
     return table(
@@ -196,8 +285,9 @@ def report(rows: Sequence[dict[str, Any]], latency: float) -> str:
             f"{first['tensorflow']}, Keras {first['keras']}",
             *(
                 f"path: {row['workers']} workers, limit {row['mbit']} Mbit/s, "
-                f"MTU {row['mtu']}: {row['payload_mbit']:.0f} Mbit/s of "
-                f"payload, round trip {1e6 * row['round_trip_seconds']:.0f} us"
+                f"MTU {row['mtu']}, delay {_delay_text(row)}: "
+                f"{row['payload_mbit']:.0f} Mbit/s of payload, round trip "
+                f"{1e6 * row['round_trip_seconds']:.0f} us"
                 for row in chosen(rows, what="path")
             ),
             f"cost model: micro-step {1e3 * costs.micro_step:.2f} ms, latency "
@@ -205,9 +295,16 @@ def report(rows: Sequence[dict[str, Any]], latency: float) -> str:
             f"update {1e3 * costs.update:.1f} ms",
             bytes_table(rows),
             fit_table(rows),
+            trips_table(rows),
+            delay_table(rows),
         ]
     parts.append(predictions_table(cost_model.predictions(latency)))
     return "\n\n".join(parts)
+
+
+def _delay_text(row: dict[str, Any]) -> str:
+    delay = row.get("delay")
+    return "none" if delay is None else f"{1e3 * delay:g} ms"
 
 
 def plot(rows: Sequence[dict[str, Any]], latency: float, path: str) -> None:
@@ -217,11 +314,15 @@ def plot(rows: Sequence[dict[str, Any]], latency: float, path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    measured = ["K"] * 3 + ["delay"] * 3
+    predicted = [gbit for gbit in cost_model.PREDICTED_GBIT for _ in "12"]
+    figure, axes = plt.subplot_mosaic([measured, predicted], figsize=(13, 8))
     if rows:
-        _plot_fit(axes[0], fit_rows(rows))
+        _plot_fit(axes["K"], fit_rows(rows))
+        _plot_delays(axes["delay"], rows)
     foreseen = cost_model.predictions(latency)
-    for axis, gbit in zip(axes[1:], (25, 100), strict=True):
+    for gbit in cost_model.PREDICTED_GBIT:
+        axis = axes[gbit]
         for number, k in enumerate(cost_model.PREDICTED_K):
             for workload, style in zip(
                 cost_model.WORKLOADS, ("-", "--"), strict=True
@@ -241,8 +342,8 @@ def plot(rows: Sequence[dict[str, Any]], latency: float, path: str) -> None:
             ylim=(0, 102),
         )
         axis.set_xscale("log", base=2)
-    axes[2].legend(fontsize=7, loc="lower left")
-    for axis in axes:
+    axis.legend(fontsize=7, loc="lower left")
+    for axis in axes.values():
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
@@ -253,21 +354,13 @@ def _plot_fit(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     for number, wire in enumerate(cost_model.WIRE_BYTES):
         points = chosen(rows, wire_dtype=wire)
         steps = [row["K"] for row in points]
-        seconds = [row["measured"] for row in points]
-        least, most = zip(
-            *(row["least_and_most"] for row in points), strict=True
-        )
-        axis.errorbar(
+        _plot_measured(
+            axis,
             steps,
-            seconds,
-            [
-                [s - low for s, low in zip(seconds, least, strict=True)],
-                [high - s for s, high in zip(seconds, most, strict=True)],
-            ],
+            points,
             fmt="o",
             color=f"C{number}",
             label=wire or "float32",
-            capsize=2,
         )
         for name, style in (("simple", ":"), ("full", "-")):
             axis.plot(
@@ -281,3 +374,41 @@ def _plot_fit(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     )
     axis.set_ylim(bottom=0)
     axis.legend()
+
+
+def _plot_delays(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    delays = delays_of(rows)
+    found = [row for delay in delays for row in fit_rows(rows, delay=delay)]
+    for number, wire in enumerate(cost_model.WIRE_BYTES):
+        for k, marker, style in ((1, "o", "-"), (16, "^", "--")):
+            points = chosen(found, wire_dtype=wire, K=k)
+            ms = [1e3 * row["delay"] for row in points]
+            _plot_measured(
+                axis,
+                ms,
+                points,
+                fmt=marker,
+                color=f"C{number}",
+                label=f"{wire or 'float32'}, K = {k}",
+            )
+            full = [row["full"] for row in points]
+            axis.plot(ms, full, style, color=f"C{number}")
+    axis.set(
+        title="measured, and cost model, over the delay",
+        xlabel="milliseconds from worker to worker",
+        ylabel="seconds per update",
+    )
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=7)
+
+
+def _plot_measured(
+    axis: Any, places: Sequence[float], rows: Sequence[dict], **look: Any
+) -> None:
+    """Medians, with the least and the most."""
+    seconds = [row["measured"] for row in rows]
+    bounds = [row["least_and_most"] for row in rows]
+    pairs = list(zip(seconds, bounds, strict=True))
+    below = [median - least for median, (least, _) in pairs]
+    above = [most - median for median, (_, most) in pairs]
+    axis.errorbar(places, seconds, [below, above], capsize=2, **look)

@@ -120,10 +120,6 @@ def _meter(keras: Any, device: str, updates: int) -> Any:
     return Meter()
 
 
-# How long a worker waits for the network to be quiet, in seconds.
-QUIET = 0.2
-
-
 def _reading(device: str) -> tuple[float, float, int, int]:
     """Time, processor time, bytes and packets sent so far."""
     folder = Path("/sys/class/net", device, "statistics")
