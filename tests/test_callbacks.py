@@ -1,6 +1,7 @@
 """TensorBoard, throughput and curves, read back from what was written."""
 
 import csv
+import time
 
 import keras
 import numpy as np
@@ -18,6 +19,7 @@ TAGS = {
     "loss_scale",
     "skipped_updates",
     "examples_per_second",
+    "input_wait",
 }
 
 
@@ -188,7 +190,11 @@ def test_K2_exactly_one_scalar_of_each_name_per_update(
     assert set(train) == TAGS | {"epoch_loss"}
     for tag in TAGS:
         assert [step for step, _ in train[tag]] == [1, 2, 3, 4, 5, 6], tag
-    for tag in TAGS - {"skipped_updates", "examples_per_second"}:
+    for tag in TAGS - {
+        "skipped_updates",
+        "examples_per_second",
+        "input_wait",
+    }:
         np.testing.assert_allclose(
             [value for _, value in train[tag]],
             [getattr(update, tag) for update in keep.updates],
@@ -312,6 +318,46 @@ def test_K5_examples_per_second_count_K_and_replicas(tmp_path, steps, replicas):
     rates = scalars(tmp_path / "train")["examples_per_second"]
     assert [value for _, value in rates] == pytest.approx(
         [per_update / 10.0] + [per_update / 2.0] * 7
+    )
+
+
+def test_the_wait_for_data_is_a_part_of_the_time(tmp_path):
+    """Each batch takes 0.2 s to come, and the micro-steps next to nothing."""
+    clock, keep = Clock(), Keep()
+
+    def slow():
+        for first in range(4):
+            time.sleep(0.2)
+            x = np.float32([[first], [2.0]])
+            yield x, x
+
+    data = tf.data.Dataset.from_generator(
+        slow,
+        output_signature=(tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1])),
+    )
+    history = (
+        compiled(2)
+        .fit(
+            data,
+            epochs=2,
+            verbose=0,
+            callbacks=[
+                Work(clock),
+                callbacks.Throughput(clock=clock),
+                callbacks.TensorBoard(tmp_path, clock=clock),
+                keep,
+            ],
+        )
+        .history
+    )
+    waits = [update.input_wait for update in keep.updates]
+    assert len(waits) == 4
+    # What the second epoch waited for its 4 batches, of twice 2 s.
+    assert sum(waits[2:]) > 0.4
+    assert history["input_wait"][1] == pytest.approx(sum(waits[2:]) / 4.0)
+    written = scalars(tmp_path / "train")["input_wait"]
+    assert [value for _, value in written] == pytest.approx(
+        [waits[0] / 10.0] + [wait / 2.0 for wait in waits[1:]]
     )
 
 

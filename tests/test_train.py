@@ -423,9 +423,13 @@ def test_a_run_ends_with_a_table_and_the_verdict(run):
     assert table["validation accuracy"] == f"{results['val_accuracy']:.4f}"
     assert (table["updates"], table["skipped updates"]) == ("24", "0")
     assert float(table["examples/s"].replace(",", "")) > 0
+    wait = f"{100 * results['input_wait']:.1f} % of the time"
+    assert table["waited for data"] == wait
+    assert 0 < results["input_wait"] < 1
     # Gradient sums in float32, and some scalars.
     size = int(table["accumulators"].split()[0].replace(",", ""))
     assert 0 <= size - 4 * num_weights(model_dir) < 100
+    assert f"gradient sums take {size:,} bytes per replica" in stdout
     assert table["written to"] == str(model_dir)
 
 
@@ -687,7 +691,7 @@ def test_a_run_that_is_asked_to_end_goes_on(tiny, tmp_path):
     assert found["curves"] == expected["curves"]
     assert found["curves"]["update"] == [1, 2, 3, 4, 5, 6]
     for name, values in expected["epochs"].items():
-        if name != "examples/s":
+        if name not in ("examples/s", "input_wait"):
             assert found["epochs"][name] == values
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "best.json",

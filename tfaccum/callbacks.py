@@ -83,7 +83,9 @@ class TensorBoard(UpdateCallback):
     * `skipped_updates`: how many were skipped before this one;
     * `examples_per_second`: over all replicas and micro-steps, in the time
       since the last train call ended. Updates of one call share it, and the
-      first call's includes tracing.
+      first call's includes tracing;
+    * `input_wait`: the part of that time, in [0, 1], in which the chief waited
+      for data.
 
     By epoch, as Keras names them: `epoch_<metric>` in `log_dir/train`, and
     those of validation, without their `val_`, in `log_dir/validation`.
@@ -132,6 +134,7 @@ class TensorBoard(UpdateCallback):
         now = self._clock()
         seconds, self._since = now - self._since, now
         rate = _rate(_examples(self.model), seconds)
+        wait = _rate(_input_wait(self.model), seconds)
         for update in self.made_updates():
             self._write(
                 "train",
@@ -142,6 +145,7 @@ class TensorBoard(UpdateCallback):
                 loss_scale=update.loss_scale,
                 skipped_updates=self.skipped_updates,
                 examples_per_second=rate,
+                input_wait=wait,
             )
 
     def on_epoch_end(
@@ -173,14 +177,15 @@ class TensorBoard(UpdateCallback):
 
 
 class Throughput(UpdateCallback):
-    """Adds `examples/s` and `updates` to the logs: progress bar and history.
+    """Adds three numbers to the logs: progress bar and history.
 
     `examples/s` counts the examples of all replicas and micro-steps in this
-    epoch, over wall time without validation. The first call of the train
-    function traces, so it is left out once there is a second. `updates` is
-    the number of updates made since the model was compiled.
+    epoch, over wall time without validation. `input_wait` is the part of that
+    time, in [0, 1], in which this worker waited for data. The first call of
+    the train function traces, so it is left out once there is a second.
+    `updates` is the number of updates made since the model was compiled.
 
-    Callbacks that come later in the list find both in their logs.
+    Callbacks that come later in the list find them in their logs.
 
     Args:
         clock: seconds from any origin. Default `time.perf_counter`.
@@ -191,27 +196,35 @@ class Throughput(UpdateCallback):
         self._clock = clock
         self._calls = 0
         self._since = 0.0
-        self._epoch = (0, 0.0)
-        self._finished = (0, 0.0)
+        self._epoch = self._finished = _NOTHING
 
     @property
     def examples_per_second(self) -> float:
         """Over all epochs so far."""
-        return _rate(*_sum(self._finished, self._epoch))
+        return self._total.examples_per_second
+
+    @property
+    def input_wait(self) -> float:
+        """Part of the time in which data were waited for, in [0, 1]."""
+        return self._total.input_wait
+
+    @property
+    def _total(self) -> "_Work":
+        return self._finished + self._epoch
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Forgets an earlier run."""
         super().on_train_begin(logs)
         self._calls = 0
-        self._epoch = self._finished = (0, 0.0)
+        self._epoch = self._finished = _NOTHING
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, float] | None = None
     ) -> None:
         """Starts the epoch's clock."""
         if self._calls > 1:
-            self._finished = _sum(self._finished, self._epoch)
-        self._epoch = (0, 0.0)
+            self._finished += self._epoch
+        self._epoch = _NOTHING
         self._since = self._clock()
 
     def on_train_batch_end(
@@ -220,8 +233,8 @@ class Throughput(UpdateCallback):
         """Counts the examples of the train call that has ended."""
         now = self._clock()
         seconds, self._since = now - self._since, now
-        call = (_examples(self.model), seconds)
-        self._epoch = call if self._calls < 2 else _sum(self._epoch, call)
+        call = _Work(_examples(self.model), seconds, _input_wait(self.model))
+        self._epoch = call if self._calls < 2 else self._epoch + call
         self._calls += 1
         for _ in self.made_updates():
             pass
@@ -230,12 +243,13 @@ class Throughput(UpdateCallback):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, float] | None = None
     ) -> None:
-        """Adds both to the logs of the epoch."""
+        """Adds them to the logs of the epoch."""
         self._add_to(logs)
 
     def _add_to(self, logs: dict[str, float] | None) -> None:
         if logs is not None:
-            logs["examples/s"] = _Whole(_rate(*self._epoch))
+            logs["examples/s"] = _Whole(self._epoch.examples_per_second)
+            logs["input_wait"] = self._epoch.input_wait
             logs["updates"] = _Whole(self.num_updates)
 
 
@@ -420,11 +434,37 @@ def _examples(model: Any) -> int:
     return sum(update.examples for update in model.last_updates)
 
 
-def _rate(examples: int, seconds: float) -> float:
-    return examples / seconds if seconds > 0 else 0.0
+def _input_wait(model: Any) -> float:
+    """Seconds of the last train call in which data were waited for."""
+    return sum(update.input_wait for update in model.last_updates)
 
 
-def _sum(
-    first: tuple[int, float], second: tuple[int, float]
-) -> tuple[int, float]:
-    return first[0] + second[0], first[1] + second[1]
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What some train calls have done, in which time."""
+
+    examples: int
+    seconds: float
+    waited: float
+
+    def __add__(self, other: "_Work") -> "_Work":
+        return _Work(
+            self.examples + other.examples,
+            self.seconds + other.seconds,
+            self.waited + other.waited,
+        )
+
+    @property
+    def examples_per_second(self) -> float:
+        return _rate(self.examples, self.seconds)
+
+    @property
+    def input_wait(self) -> float:
+        return _rate(self.waited, self.seconds)
+
+
+_NOTHING = _Work(0, 0.0, 0.0)

@@ -124,6 +124,8 @@ class Functions:
         if self.train_function is not None and not force:
             return
         freeze = self.gradient_freeze
+        if freeze:  # Says now if it cannot.
+            freeze.frozen(self, 0)
         accumulates = self._accumulates()
         whole = Window(self, self.train_step, accumulates=accumulates)
         function_of = (

@@ -49,6 +49,7 @@ class Update:
             is not finite, counted over all workers; None if there is none, or
             if only the sum over the replicas is not finite.
         nonfinite_variable: path of the first such variable on that replica.
+        input_wait: seconds in which this worker waited for data.
     """
 
     update: int
@@ -61,6 +62,7 @@ class Update:
     weight: float
     nonfinite_replica: int | None = None
     nonfinite_variable: str | None = None
+    input_wait: float = 0.0
 
 
 @runtime_checkable
@@ -205,15 +207,15 @@ class Window:
         run = self._strategy.run
         before = run(self._layer_state), run(self._recallable)
         if self._accumulates:
-            more, elements = self._accumulate(iterator, batches, stops)
-            return before, more, (), elements
-        _, more, found, elements = self._next(iterator)
-        return before, more, found, elements if self._searches else ()
+            more, wait, elements = self._accumulate(iterator, batches, stops)
+            return before, more, wait, (), elements
+        _, more, wait, found, elements = self._next(iterator)
+        return before, more, wait, found, elements if self._searches else ()
 
     def finish(self, begun: tuple[Any, ...], stops: tf.Tensor) -> tuple:
         """The second half of `run`: one reduction, one update."""
         run = self._strategy.run
-        (state, before), more, found, elements = begun
+        (state, before), more, wait, found, elements = begun
         if self._accumulates:
             found = run(self.sums.values)
         reduced = run(self._reduce, args=(more, stops, found))
@@ -221,6 +223,8 @@ class Window:
         results = self._results(reduced)
         finite = tf.reduce_all([r["finite"] for r in results])
         row = [*self._row(reduced), *self._culprit(finite, found)]
+        if self._trains:
+            row.append(wait)
         if self._accumulates:
             run(self.sums.reset)
         for trained, gradients, result in zip(
@@ -251,22 +255,25 @@ class Window:
 
     def _accumulate(
         self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
-    ) -> tuple[tf.Tensor, Any]:
-        """Adds up micro-steps until `batches` have ended.
+    ) -> tuple[tf.Tensor, tf.Tensor, Any]:
+        """Adds up micro-steps until `batches` have ended, one after the other.
 
         Returns:
-            Whether there are more, and the last elements if they are needed.
+            Whether there are more, the seconds in which data were waited for,
+            and the last elements if they are needed.
         """
 
-        def body(done: tf.Tensor, _: tf.Tensor, kept: list) -> tuple:
-            last, more, found, elements = self._next(iterator)
+        def body(
+            done: tf.Tensor, _: tf.Tensor, waited: tf.Tensor, kept: list
+        ) -> tuple:
+            last, more, wait, found, elements = self._next(iterator)
             self._strategy.run(self.sums.add, args=(found,))
             if kept:
                 had_rows = tf.reduce_any([rows > 0 for rows, _ in elements])
                 kept = tf.cond(
                     had_rows, lambda: _flat(elements), lambda: list(kept)
                 )
-            return done + tf.cast(last, tf.int32), more, kept
+            return done + tf.cast(last, tf.int32), more, waited + wait, kept
 
         # Where layers communicate every worker makes the same micro-steps.
         always = self._step.communicates & (self._workers > 1)
@@ -274,20 +281,28 @@ class Window:
         none_yet = self._no_elements() if self._searches else []
         rows, _, data = self._spec
         specs = [(rows, data)] * len(none_yet)
-        _, more, kept = tf.while_loop(
-            lambda done, more, _: (done < batches) & more & (~stops | always),
+        _, more, wait, kept = tf.while_loop(
+            lambda done, more, *_: (done < batches) & more & (~stops | always),
             body,
-            (tf.constant(0), tf.constant(True), _flat(none_yet)),
+            (
+                tf.constant(0),
+                tf.constant(True),
+                tf.zeros([], tf.float64),
+                _flat(none_yet),
+            ),
             shape_invariants=(
+                tf.TensorShape([]),
                 tf.TensorShape([]),
                 tf.TensorShape([]),
                 [spec.shape for spec in _flat(specs)],
             ),
+            # What belongs to a micro-step must not outlive it.
+            parallel_iterations=1,
         )
         elements = tf.nest.pack_sequence_as(
             none_yet, kept, expand_composites=True
         )
-        return more, elements
+        return more, wait, elements
 
     def _no_elements(self) -> list[tuple]:
         """What each replica of this worker has before the first micro-step."""
@@ -295,12 +310,17 @@ class Window:
         rows, _, data = feeding.nothing(self._spec)
         return [(rows, data)] * replicas
 
-    def _next(self, iterator: Any) -> tuple[tf.Tensor, tf.Tensor, Any, Any]:
+    def _next(self, iterator: Any) -> tuple[Any, ...]:
         """Takes the next micro-batches through forward and backward pass."""
-        rows, last, data = feeding.next_elements(iterator, self._strategy)
+        asked = tf.timestamp()
+        with tf.control_dependencies([asked]):
+            rows, last, data = feeding.next_elements(iterator, self._strategy)
+        with tf.control_dependencies(rows):
+            wait = tf.timestamp() - asked
         elements = list(zip(rows, data, strict=True))
         found = self._micro_step(elements)
-        return last[0], rows[0] != feeding.NO_MORE_DATA, found, elements
+        more = rows[0] != feeding.NO_MORE_DATA
+        return last[0], more, wait, found, elements
 
     def check_search(self) -> None:
         """Refuses to look for a micro-batch size where layers communicate.
@@ -741,7 +761,7 @@ class Window:
     def read(self, row: Sequence[float]) -> Update:
         """The `Update` that `run` has written as a row of numbers."""
         count, loss, rate, norm, scale, skipped, examples, weight = row[:8]
-        replica, variable = (int(number) for number in row[8:])
+        replica, variable = (int(number) for number in row[8:10])
         return Update(
             int(count),
             float(loss),
@@ -755,6 +775,7 @@ class Window:
             nonfinite_variable=(
                 self.paths[variable] if variable >= 0 else None
             ),
+            input_wait=float(row[10]),
         )
 
 

@@ -174,6 +174,12 @@ class _Job:
         initial = StartFrom()
         every = options.compare_replicas_every
         compares = [progress.CompareReplicas(every)] if every else []
+        sums = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: self.say(
+                "gradient sums take "
+                f"{model.train_window.accumulator_bytes:,} bytes per replica"
+            )
+        )
         bar = 1 if sys.stdout.isatty() else 2
         history = model.fit(
             self.data,
@@ -185,6 +191,7 @@ class _Job:
                 throughput,
                 curves,
                 initial,
+                sums,
                 self.checkpoint,
                 *compares,
             ],
@@ -194,6 +201,7 @@ class _Job:
             updates=curves.num_updates,
             skipped_updates=curves.skipped_updates,
             examples_per_second=throughput.examples_per_second,
+            input_wait=throughput.input_wait,
             accumulator_bytes=model.accumulator_bytes,
             wall_time=time.perf_counter() - self.started,
         )

@@ -21,7 +21,7 @@ from tfaccum.train.verify import Comparison
 
 SUMMARY = "summary.json"
 # In the logs for the progress bar, and in the results under other names.
-_NOT_METRICS = ("examples/s", "updates")
+_NOT_METRICS = ("examples/s", "input_wait", "updates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Results:
         updates: Updates made.
         skipped_updates: Updates dropped because of non-finite gradients.
         examples_per_second: Over all replicas, without the first call.
+        input_wait: Part of that time in which data were waited for, in [0, 1].
         accumulator_bytes: What the sums take on one replica.
         wall_time: Seconds, from the start of TensorFlow to the last epoch.
     """
@@ -42,6 +43,7 @@ class Results:
     updates: int
     skipped_updates: int
     examples_per_second: float
+    input_wait: float
     accumulator_bytes: int
     wall_time: float
 
@@ -62,6 +64,7 @@ def table(results: Results, model_dir: Path) -> str:
         ("updates", f"{results.updates:,}"),
         ("skipped updates", f"{results.skipped_updates:,}"),
         ("examples/s", f"{results.examples_per_second:,.0f}"),
+        ("waited for data", f"{100 * results.input_wait:.1f} % of the time"),
         ("accumulators", f"{results.accumulator_bytes:,} bytes per replica"),
         ("wall time", f"{results.wall_time:.1f} s"),
         ("written to", str(model_dir)),
@@ -91,6 +94,7 @@ def write(
             **results.metrics,
             "accumulator_bytes": results.accumulator_bytes,
             "examples_per_second": results.examples_per_second,
+            "input_wait": results.input_wait,
             "skipped_updates": results.skipped_updates,
             "updates": results.updates,
             "wall_time": results.wall_time,
