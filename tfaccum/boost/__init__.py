@@ -9,11 +9,13 @@ from tfaccum.boost.gradient_centralization import (
     centralized,
     kernels,
 )
+from tfaccum.boost.gradient_freeze import GradientFreeze
 from tfaccum.boost.less_bn import LessBN, NormalizedHead, with_less_bn
 
 __all__ = [
     "AdaSum",
     "Centralized",
+    "GradientFreeze",
     "LessBN",
     "NormalizedHead",
     "centralized",
