@@ -4,6 +4,8 @@
 """
 
 from tfaccum.adasum import AdaSum
+from tfaccum.boost.basis import Basis
+from tfaccum.boost.dim_reduce import DimReduce
 from tfaccum.boost.gradient_centralization import (
     Centralized,
     centralized,
@@ -11,14 +13,19 @@ from tfaccum.boost.gradient_centralization import (
 )
 from tfaccum.boost.gradient_freeze import GradientFreeze
 from tfaccum.boost.less_bn import LessBN, NormalizedHead, with_less_bn
+from tfaccum.boost.trajectory import RecordTrajectory, principal_basis
 
 __all__ = [
     "AdaSum",
+    "Basis",
     "Centralized",
+    "DimReduce",
     "GradientFreeze",
     "LessBN",
     "NormalizedHead",
+    "RecordTrajectory",
     "centralized",
     "kernels",
+    "principal_basis",
     "with_less_bn",
 ]
