@@ -4,6 +4,7 @@
 """
 
 from tfaccum.adasum import AdaSum
+from tfaccum.boost.auto_boost import AutoBoost
 from tfaccum.boost.basis import Basis
 from tfaccum.boost.dim_reduce import DimReduce
 from tfaccum.boost.gradient_centralization import (
@@ -17,6 +18,7 @@ from tfaccum.boost.trajectory import RecordTrajectory, principal_basis
 
 __all__ = [
     "AdaSum",
+    "AutoBoost",
     "Basis",
     "Centralized",
     "DimReduce",
