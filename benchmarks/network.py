@@ -44,7 +44,11 @@ TINY = 100
 
 
 def case(
-    parameters: int, k: int, wire_dtype: str | None, mbit: float | None
+    parameters: int,
+    k: int,
+    wire_dtype: str | None,
+    mbit: float | None,
+    replica_reduction: str = "mean",
 ) -> dict[str, Any]:
     """What a worker is told to measure."""
     return {
@@ -52,6 +56,7 @@ def case(
         "K": k,
         "wire_dtype": wire_dtype,
         "mbit": mbit,
+        "replica_reduction": replica_reduction,
     }
 
 

@@ -79,7 +79,7 @@ def work(text: str) -> None:
 
 def key(case: dict[str, Any]) -> tuple:
     """Cases with the same key are measured with the same model."""
-    return case["parameters"], case["K"], case["wire_dtype"]
+    return tuple(case[name] for name in case if name != "mbit")
 
 
 def _model(case: dict[str, Any], keras: Any, tfaccum: Any) -> Any:
@@ -93,6 +93,7 @@ def _model(case: dict[str, Any], keras: Any, tfaccum: Any) -> Any:
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         gradient_accumulation_steps=case["K"],
         wire_dtype=case["wire_dtype"],
+        replica_reduction=case["replica_reduction"],
     )
     return model
 

@@ -177,15 +177,18 @@ def pair(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     factor of a vector without length is 1, as in Horovod (which takes it for
     1 below |a|^2 = 1e-8 already, so that small gradients add up; not here).
     """
-    wide_a, wide_b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
-    dot = tf.reduce_sum(wide_a * wide_b)
+    dot = _product(a, b)
 
     def factor(vector: tf.Tensor) -> tf.Tensor:
-        return 1 - tf.math.divide_no_nan(
-            dot, 2 * tf.reduce_sum(tf.square(vector))
-        )
+        square = _product(vector, vector)
+        return tf.cast(1 - tf.math.divide_no_nan(dot, 2 * square), vector.dtype)
 
-    return tf.cast(factor(wide_a) * wide_a + factor(wide_b) * wide_b, a.dtype)
+    return factor(a) * a + factor(b) * b
+
+
+def _product(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """a.b over all axes, scalar float64."""
+    return tf.reduce_sum(tf.cast(a, tf.float64) * tf.cast(b, tf.float64))
 
 
 def _tree(rows: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -284,7 +287,8 @@ def _gathered_as_they_are(
         if dtype == tf.bfloat16:  # Which no collective gathers: as pairs.
             packed = tf.pad(packed, [[0, sum(sizes) % 2]])
             packed = tf.bitcast(tf.reshape(packed, [-1, 2]), tf.int32)
-        rows = tf.unstack(reduction.from_each_replica(packed), replicas)
+        gathered = reduction.from_each_replica(packed)
+        rows = [gathered[r] for r in range(replicas)]  # Not copied.
         if dtype == tf.bfloat16:
             rows = [tf.reshape(tf.bitcast(row, dtype), [-1]) for row in rows]
             rows = [row[: sum(sizes)] for row in rows]
