@@ -31,6 +31,7 @@ LAYERS = (
         "group_loss_scale",
         "update",
         "exponents",
+        "sparse",
     ),
     ("feeding", "micro_step", "arrays", "layers", "replay"),
     ("window", "run"),

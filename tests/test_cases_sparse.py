@@ -88,7 +88,8 @@ def test_G1_embedding_equals_dense_one_hot(name, replicas):
     assert_same_tables(model, one_hot_reference(OPTIMIZERS[name], 6))
 
 
-def test_G1_the_case_by_hand():
+@pytest.mark.parametrize("sparse_sums", [True, False])
+def test_G1_the_case_by_hand(sparse_sums):
     """ids [1, 1, 2], then [2, 3]; the loss of an example is sum(table[id])."""
     inputs = keras.Input((), dtype="int32")
     layer = keras.layers.Embedding(ROWS, WIDTH, embeddings_initializer="zeros")
@@ -97,6 +98,7 @@ def test_G1_the_case_by_hand():
         keras.optimizers.SGD(1.0),
         loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1),
         gradient_accumulation_steps=2,
+        sparse_sums=sparse_sums,
     )
     batches = tf.data.Dataset.from_generator(
         lambda: (([1, 1, 2], [0.0] * 3), ([2, 3], [0.0] * 2)),
@@ -215,8 +217,9 @@ class LateModel(tfaccum.Model):
         return tf.reduce_sum(self.embed(ids, like) * like[:, tf.newaxis], -1)
 
 
+@pytest.mark.parametrize("sparse_sums", [True, False])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_G5_width_and_length_known_only_at_call_time(steps):
+def test_G5_width_and_length_known_only_at_call_time(steps, sparse_sums):
     """Two replicas; ids of shape [None, None], a table built by the call."""
     ids = [[[1, 1, 2], [3, 3, 3], [4, 1, 1]], [[9, 1], [2, 2], [5, 6]]]
     like = np.arange(18, dtype=np.float32).reshape(2, 3, 3) / 10
@@ -239,6 +242,7 @@ def test_G5_width_and_length_known_only_at_call_time(steps):
             keras.optimizers.SGD(1.0),
             loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1),
             gradient_accumulation_steps=steps,
+            sparse_sums=sparse_sums,
         )
     model.fit(dataset, verbose=0)
     expected = np.zeros((10, 3))

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfaccum import reduction, update
 from tfaccum.reduction import Gradient
+from tfaccum.sparse import SparseSpec, zeros
 
 
 def replica_variable(shape: Any, dtype: tf.DType, name: str) -> tf.Variable:
@@ -16,25 +17,156 @@ def replica_variable(shape: Any, dtype: tf.DType, name: str) -> tf.Variable:
     Assignments in replica context change the replica's own copy and
     communicate nothing.
 
+    Args:
+        shape: an axis that is None is empty at first, and of any size later.
+        dtype: of the values.
+        name: of the variable.
+
     Context: cross-replica, under the strategy's scope.
     """
     return tf.Variable(
-        lambda: tf.zeros(shape, dtype),
+        lambda: tf.zeros([size or 0 for size in shape], dtype),
         trainable=False,
         name=name,
+        shape=shape,
         aggregation=tf.VariableAggregation.NONE,
     )
+
+
+class DenseSum:
+    """A running sum of tensors on each replica.
+
+    Args:
+        spec: of what will be added, with its full shape.
+
+    Context: cross-replica, under the strategy's scope.
+    """
+
+    def __init__(self, spec: tf.TensorSpec):
+        self._total = replica_variable(spec.shape, spec.dtype, "window_sum")
+
+    def add(self, tensor: Gradient) -> None:
+        """Adds a tensor or IndexedSlices. Context: replica.
+
+        A sum that is narrower is added to once per row, however often the row
+        occurs.
+        """
+        total = self._total
+        if isinstance(tensor, tf.IndexedSlices):
+            if total.dtype.size < tensor.dtype.size:
+                tensor = reduction.combined(tensor)
+            total.scatter_add(tf.cast(tensor, total.dtype))
+        else:
+            total.assign_add(tf.cast(tensor, total.dtype))
+
+    def value(self) -> tf.Tensor:
+        """This replica's sum, float32 or wider. Context: replica."""
+        total = self._total
+        return tf.cast(
+            tf.identity(total), reduction.accumulator_dtype(total.dtype)
+        )
+
+    def reset(self) -> None:
+        """Sets this replica's sum to zero. Context: replica."""
+        self._total.assign(tf.zeros_like(self._total))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the sum takes on one replica."""
+        return self._total.shape.num_elements() * self._total.dtype.size
+
+
+class SparseSum:
+    """A running sum of IndexedSlices: each replica's rows, each of them once.
+
+    It holds the rows that have been added since the last `reset`, and their
+    indices. Each `add` makes them anew, with twice the memory for a moment.
+
+    Args:
+        spec: of what will be added.
+
+    Context: cross-replica, under the strategy's scope.
+    """
+
+    def __init__(self, spec: SparseSpec):
+        self._strategy = tf.distribute.get_strategy()
+        self._shape = spec.shape
+        self._values = replica_variable(
+            [None, *spec.shape[1:]], spec.dtype, "window_sum_rows"
+        )
+        self._indices = replica_variable([None], tf.int64, "window_sum_indices")
+        self._most = replica_variable([], tf.int64, "window_sum_most_rows")
+
+    def add(self, slices: tf.IndexedSlices) -> None:
+        """Adds IndexedSlices; rows that it already has are added up.
+
+        In float32 or wider, and rounded to the sum's dtype once.
+
+        Context: replica.
+
+        Raises:
+            ValueError: if they are a tensor.
+        """
+        if not isinstance(slices, tf.IndexedSlices):
+            raise ValueError(
+                "The gradient of a sparse variable must be IndexedSlices. "
+                f"Received: a tensor of shape {slices.shape}."
+            )
+        dtype = max(
+            (reduction.accumulator_dtype(self._values.dtype), slices.dtype),
+            key=lambda dtype: dtype.size,
+        )
+        held = self.value()
+        total = reduction.combined(
+            tf.IndexedSlices(
+                tf.concat(
+                    [tf.cast(s.values, dtype) for s in (held, slices)], 0
+                ),
+                tf.concat(
+                    [tf.cast(s.indices, tf.int64) for s in (held, slices)], 0
+                ),
+            )
+        )
+        self._values.assign(tf.cast(total.values, self._values.dtype))
+        self._indices.assign(total.indices)
+        self._most.assign(
+            tf.maximum(self._most, tf.size(total.indices, tf.int64))
+        )
+
+    def value(self) -> tf.IndexedSlices:
+        """This replica's sum, float32 or wider. Context: replica."""
+        dtype = reduction.accumulator_dtype(self._values.dtype)
+        return tf.IndexedSlices(
+            tf.cast(tf.identity(self._values), dtype),
+            tf.identity(self._indices),
+            tf.constant(self._shape.as_list(), tf.int64),
+        )
+
+    def reset(self) -> None:
+        """Lets go of all rows of this replica. Context: replica."""
+        # Grappler takes the shape that is assigned to a variable for its shape
+        # in the whole function, if it can tell, and folds what depends on it.
+        none = tf.minimum(self._most, 0)
+        self._values.assign(self._values[:none])
+        self._indices.assign(self._indices[:none])
+
+    @property
+    def num_bytes(self) -> int:
+        """The most bytes that the sum has taken so far on one replica."""
+        copies = self._strategy.experimental_local_results(self._most)
+        row = self._shape[1:].num_elements() * self._values.dtype.size
+        return max(map(int, copies)) * (row + tf.int64.size)
 
 
 class ReplicaSums:
     """Running sums of a nest of tensors, one set per replica.
 
     Args:
-        variables: nest of `replica_variable`s, one for each tensor.
+        parts: nest of `DenseSum` and `SparseSum`, one for each tensor.
     """
 
-    def __init__(self, variables: Any):
-        self.variables = variables
+    def __init__(self, parts: Any):
+        self.parts = parts
 
     @classmethod
     def zeros(cls, specs: Any) -> "ReplicaSums":
@@ -42,14 +174,16 @@ class ReplicaSums:
 
         Args:
             specs: nest of `tf.TensorSpec` with full shapes: what will be
-                added.
+                added. A `SparseSpec` makes a sum of the rows touched.
 
         Context: cross-replica, under the strategy's scope.
         """
         return cls(
             tf.nest.map_structure(
-                lambda spec: replica_variable(
-                    spec.shape, spec.dtype, "window_sum"
+                lambda spec: (
+                    SparseSum(spec)
+                    if isinstance(spec, SparseSpec)
+                    else DenseSum(spec)
                 ),
                 specs,
             )
@@ -58,44 +192,28 @@ class ReplicaSums:
     def add(self, tensors: Any) -> None:
         """Adds a nest of the same structure, cast to the sums' dtypes.
 
-        IndexedSlices stay sparse. A narrower sum is added to once per row,
-        however often the row occurs.
-
         Context: replica.
         """
-        for total, tensor in zip(
-            tf.nest.flatten(self.variables),
+        for part, tensor in zip(
+            tf.nest.flatten(self.parts),
             tf.nest.flatten(tensors, expand_composites=False),
             strict=True,
         ):
-            if isinstance(tensor, tf.IndexedSlices):
-                if total.dtype.size < tensor.dtype.size:
-                    tensor = reduction.combined(tensor)
-                total.scatter_add(tf.cast(tensor, total.dtype))
-            else:
-                total.assign_add(tf.cast(tensor, total.dtype))
+            part.add(tensor)
 
     def values(self) -> Any:
         """This replica's sums, a nest of float32 or wider. Context: replica."""
-        return tf.nest.map_structure(
-            lambda total: tf.cast(
-                tf.identity(total), reduction.accumulator_dtype(total.dtype)
-            ),
-            self.variables,
-        )
+        return tf.nest.map_structure(lambda part: part.value(), self.parts)
 
     def reset(self) -> None:
         """Sets this replica's sums to zero. Context: replica."""
-        for total in tf.nest.flatten(self.variables):
-            total.assign(tf.zeros_like(total))
+        for part in tf.nest.flatten(self.parts):
+            part.reset()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one replica's sums take."""
-        return sum(
-            total.shape.num_elements() * total.dtype.size
-            for total in tf.nest.flatten(self.variables)
-        )
+        """Bytes that one replica's sums take, at most so far."""
+        return sum(part.num_bytes for part in tf.nest.flatten(self.parts))
 
 
 class GradientAccumulator:
@@ -121,14 +239,17 @@ class GradientAccumulator:
     Args:
         variables: the trainable variables, in the order of the gradients.
         wire_dtype: as in `tfaccum.Model.compile`.
+        sparse_variables: those among `variables` whose gradients are always
+            IndexedSlices, and summed in the rows touched.
 
     Context: cross-replica, under the strategy's scope.
 
     State: one variable per trainable variable, of its shape and in float32
         (or its own dtype where that is wider), and one scalar, per replica.
+        For a sparse variable the rows that were added, and their indices.
 
     Raises:
-        ValueError: if `variables` is empty.
+        ValueError: if `variables` is empty, or a sparse one not among them.
         ValueError: if `wire_dtype` is not one of those.
     """
 
@@ -136,6 +257,7 @@ class GradientAccumulator:
         self,
         variables: Sequence[keras.Variable | tf.Variable],
         wire_dtype: str | None = None,
+        sparse_variables: Sequence[keras.Variable | tf.Variable] = (),
     ):
         reduction.check_wire_dtype(wire_dtype)
         self._wire_dtype = wire_dtype
@@ -145,16 +267,23 @@ class GradientAccumulator:
                 "`variables` must hold at least one variable. Received: "
                 "variables=[]. Build the model before its accumulator."
             )
+        ids = [id(v) for v in self._variables]
+        sparse = [id(v) for v in sparse_variables]
+        if unknown := [i for i, v in enumerate(sparse) if v not in ids]:
+            raise ValueError(
+                "`sparse_variables` must be among `variables`. Received: "
+                f"sparse_variables with others at {unknown}."
+            )
         dtypes = [reduction.accumulator_dtype(v.dtype) for v in self._variables]
         self._weight_dtype = max(dtypes, key=lambda dtype: dtype.size)
+        self._specs = [
+            SparseSpec(tf.TensorShape(v.shape), dtype)
+            if id(v) in sparse
+            else tf.TensorSpec(v.shape, dtype)
+            for v, dtype in zip(self._variables, dtypes, strict=True)
+        ]
         self._sums = ReplicaSums.zeros(
-            (
-                [
-                    tf.TensorSpec(v.shape, dtype)
-                    for v, dtype in zip(self._variables, dtypes, strict=True)
-                ],
-                tf.TensorSpec([], self._weight_dtype),
-            )
+            (self._specs, tf.TensorSpec([], self._weight_dtype))
         )
 
     def add(
@@ -171,6 +300,7 @@ class GradientAccumulator:
 
         Raises:
             ValueError: if there is not one gradient per variable.
+            ValueError: if that of a sparse variable is dense.
         """
         if len(gradients) != len(self._variables):
             raise ValueError(
@@ -180,22 +310,21 @@ class GradientAccumulator:
             )
         weight = tf.cast(weight, self._weight_dtype)
         products = [
-            tf.zeros(v.shape, reduction.accumulator_dtype(v.dtype))
-            if g is None
-            else reduction.weighted(g, weight)
-            for g, v in zip(gradients, self._variables, strict=True)
+            zeros(spec) if g is None else reduction.weighted(g, weight)
+            for g, spec in zip(gradients, self._specs, strict=True)
         ]
         self._sums.add((products, weight))
 
-    def reduce(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def reduce(self) -> tuple[list[Gradient], tf.Tensor]:
         """The mean gradients over all micro-steps and replicas.
 
         Returns:
-            A list of dense tensors, one per variable, and the total weight,
-            a scalar. Both are the same on every replica; with a total weight
-            of zero the gradients are zero.
+            A list of dense tensors, one per variable (IndexedSlices, with
+            each index once, for the sparse ones), and the total weight, a
+            scalar. Both are the same on every replica; with a total weight of
+            zero the gradients are zero.
 
-        Context: replica. One group of all-reduces.
+        Context: replica. One group of all-reduces, and one of gatherings.
         """
         sums, weight = self._sums.values()
         totals, weight = reduction.all_reduce_gradients(
@@ -227,7 +356,7 @@ class GradientAccumulator:
         with strategy.scope():
             update.build_optimizer(optimizer, self._variables)
 
-        def mean_gradients() -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        def mean_gradients() -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
             gradients, weight = self.reduce()
             self.reset()
             gradients, _, finite = update.judged(optimizer, gradients)
@@ -245,5 +374,5 @@ class GradientAccumulator:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the sums take on one replica."""
+        """Bytes that the sums take on one replica, at most so far."""
         return self._sums.num_bytes

@@ -15,6 +15,7 @@ from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import Source, any_number_of_rows, next_elements
 from tfaccum.schedule import AccumulationSchedule
+from tfaccum.sparse import TableSum
 from tfaccum.window import Freeze, Update, Window
 
 
@@ -54,6 +55,7 @@ class Functions:
     micro_batch_search: MicroBatchSearch | None = None
     accumulator_dtype: str | None = None
     wire_dtype: str | None = None
+    sparse_sums: bool | str = "auto"
     replica_reduction: AdaSum | str = "mean"
     adasum: AdaSum | None = None
     gradient_freeze: Freeze | None = None
@@ -74,8 +76,12 @@ class Functions:
     counts_exponents = False
     last_exponents: Exponents | None = None
 
-    # Bytes that gradient sums take on one replica; 0 without accumulation.
+    # Bytes that gradient sums take on one replica; 0 without accumulation
+    # (of sparse sums the most so far).
     accumulator_bytes = 0
+
+    # How the gradient of each table is summed, and why.
+    table_sums: tuple[TableSum, ...] = ()
 
     @property
     def _has_other_workers(self) -> bool:
@@ -159,6 +165,7 @@ class Functions:
                 self.last_exponents = Exponents(window.paths, counts)
             self.last_updates = tuple(window.read(row) for row in rows)
             self.accumulator_bytes = window.accumulator_bytes
+            self.table_sums = window.table_sums or ()
             return logs, more, stopped
 
         self.train_function = train_function

@@ -198,6 +198,7 @@ class HostLoop(Evaluation):
             "steps_per_execution",
             "accumulator_dtype",
             "wire_dtype",
+            "sparse_sums",
             "loss_scale",
             "on_nonfinite",
             "max_consecutive_skips",

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfaccum import exponents, feeding, keras_private, reduction
+from tfaccum import exponents, feeding, keras_private, reduction, sparse
 from tfaccum import strategy as strategies
 from tfaccum.reduction import Gradient
 
@@ -326,11 +326,11 @@ class MicroStep:
 
         def with_rows() -> Any:
             found = self._computes(rows, data)
-            self.specs = tf.nest.map_structure(_spec, found)
+            self.specs = tf.nest.map_structure(sparse.spec_of, found)
             return found
 
         def without_rows() -> Any:
-            return tf.nest.map_structure(_zeros, self.specs)
+            return tf.nest.map_structure(sparse.zeros, self.specs)
 
         if self.communicates:
             return self._always(rows, with_rows)
@@ -432,38 +432,11 @@ def _root_of_names() -> contextlib.AbstractContextManager:
 
 
 def _normalised(gradient: Gradient, variable: keras.Variable) -> Gradient:
-    """The gradient with its variable's static shape."""
+    """The gradient with its variable's static shape, and indices in int64."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.ensure_shape(gradient.values, [None, *variable.shape[1:]]),
-            gradient.indices,
-            tf.constant(list(variable.shape), gradient.indices.dtype),
+            tf.cast(gradient.indices, tf.int64),
+            tf.constant(list(variable.shape), tf.int64),
         )
     return tf.ensure_shape(gradient, variable.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SparseSpec:
-    """How an IndexedSlices gradient looks."""
-
-    shape: tf.TensorShape
-    dtype: tf.DType
-    indices_dtype: tf.DType
-
-
-def _spec(tensor: Any) -> tf.TensorSpec | _SparseSpec:
-    """What tells `_zeros` and the sums how the tensor looks."""
-    if isinstance(tensor, tf.IndexedSlices):
-        shape = tf.TensorShape(tf.get_static_value(tensor.dense_shape))
-        return _SparseSpec(shape, tensor.dtype, tensor.indices.dtype)
-    return tf.TensorSpec(tensor.shape, tensor.dtype)
-
-
-def _zeros(spec: tf.TensorSpec | _SparseSpec) -> Gradient:
-    if isinstance(spec, _SparseSpec):
-        return tf.IndexedSlices(
-            tf.zeros([0, *spec.shape[1:]], spec.dtype),
-            tf.zeros([0], spec.indices_dtype),
-            tf.constant(spec.shape.as_list(), spec.indices_dtype),
-        )
-    return tf.zeros(spec.shape, spec.dtype)

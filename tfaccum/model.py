@@ -24,6 +24,7 @@ from tfaccum.micro_step import (
 )
 from tfaccum.reduction import check_wire_dtype
 from tfaccum.schedule import AccumulationSchedule, Steps
+from tfaccum.sparse import check_sparse_sums
 from tfaccum.update import check_home, check_optimizer, needs_losses
 from tfaccum.window import Freeze
 
@@ -107,6 +108,7 @@ class Model(HostLoop, keras.Model):
         micro_batch_size: AutoMicroBatch | int | str | None = None,
         accumulator_dtype: str | None = None,
         wire_dtype: str | None = None,
+        sparse_sums: bool | str = "auto",
         replica_reduction: AdaSum | str = "mean",
         gradient_freeze: Freeze | None = None,
         loss_scale: LossScale | GroupLossScale | float | str | None = "auto",
@@ -136,6 +138,11 @@ class Model(HostLoop, keras.Model):
                 added up on their way: "bfloat16" or "float16", half the bytes
                 of float32. Everything else stays as it is: the sums of a
                 replica, weights, losses, metrics. None: not rounded.
+            sparse_sums: whether the sum of gradients that are IndexedSlices
+                (an embedding's) is kept in the rows touched, and reaches the
+                optimizer so, or as a dense tensor. The results are the same.
+                "auto": the rows touched, for tables of which a window touches
+                few. `model.table_sums` tells what was chosen, and why.
             replica_reduction: how replicas are combined. "mean": as the law
                 says. "adasum", or a `tfaccum.boost.AdaSum`: by how much their
                 gradients agree.
@@ -174,6 +181,7 @@ class Model(HostLoop, keras.Model):
         )
         check_wire_dtype(wire_dtype)
         adasum = check_replica_reduction(replica_reduction)
+        check_sparse_sums(sparse_sums, has_adasum=adasum is not None)
         _check_freeze(gradient_freeze)
         _check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         _check_loss_scale(loss_scale)
@@ -196,6 +204,7 @@ class Model(HostLoop, keras.Model):
         self.micro_batch_search = search
         self.accumulator_dtype = accumulator_dtype
         self.wire_dtype = wire_dtype
+        self.sparse_sums = sparse_sums
         self.replica_reduction = replica_reduction
         self.adasum = adasum
         self.gradient_freeze = gradient_freeze
@@ -218,6 +227,7 @@ class Model(HostLoop, keras.Model):
                 ),
                 "accumulator_dtype": self.accumulator_dtype,
                 "wire_dtype": self.wire_dtype,
+                "sparse_sums": self.sparse_sums,
                 "replica_reduction": keras.saving.serialize_keras_object(
                     self.replica_reduction
                 ),

@@ -131,11 +131,16 @@ def all_reduce_gradients(
     to know it, so that a small collective with each gradient's largest
     elements goes ahead.
 
+    Sparse gradients are gathered and added up here, in the order of the
+    replicas, in two collectives beside that of the dense ones: indices and
+    values.
+
     Args:
-        gradients: nest of dense float tensors.
+        gradients: nest of float tensors, or IndexedSlices that hold an index
+            once.
         others: nest of dense float tensors; they travel as they are.
-        wire_dtype: in which gradients travel and are added up on their way,
-            "bfloat16" or "float16"; None: their own.
+        wire_dtype: in which gradients travel, and dense ones are added up on
+            their way, "bfloat16" or "float16"; None: their own.
 
     Returns:
         (gradients, others), in the dtypes in which they came.
@@ -143,24 +148,137 @@ def all_reduce_gradients(
     Context: replica.
     """
     context = tf.distribute.get_replica_context()
-    if wire_dtype is None or context.num_replicas_in_sync == 1:
-        return all_reduce_sum((gradients, others))
+    if context.num_replicas_in_sync == 1:
+        return gradients, others
     flat = tf.nest.flatten(gradients)
     scales = [tf.ones([], g.dtype) for g in flat]
     if wire_dtype == "float16":
         # The sum of the replicas' largest is never less than that of the sum.
-        peaks = all_reduce_sum([tf.reduce_max(tf.abs(g)) for g in flat])
+        peaks = all_reduce_sum([_peak(g) for g in flat])
         scales = [float16_scale(peak) for peak in peaks]
-    sent = [
-        tf.cast(g * scale, wire_dtype)
-        for g, scale in zip(flat, scales, strict=True)
-    ]
-    received, others = all_reduce_sum((sent, others))
-    flat = [
-        tf.cast(total, scale.dtype) / scale
-        for total, scale in zip(received, scales, strict=True)
-    ]
+    sent = [_sent(g, s, wire_dtype) for g, s in zip(flat, scales, strict=True)]
+    sparse = [i for i, g in enumerate(flat) if isinstance(g, tf.IndexedSlices)]
+    dense = [i for i in range(len(flat)) if i not in sparse]
+    received, others = all_reduce_sum(([sent[i] for i in dense], others))
+    for i, total in zip(dense, received, strict=True):
+        flat[i] = _received(total, scales[i], wire_dtype)
+    of_replicas = (
+        slices_of_replicas([sent[i] for i in sparse]) if sparse else []
+    )
+    for i, *parts in zip(sparse, *of_replicas, strict=True):
+        flat[i] = _added(
+            [_received(part, scales[i], wire_dtype) for part in parts]
+        )
     return tf.nest.pack_sequence_as(gradients, flat), others
+
+
+def _sent(gradient: Gradient, scale: tf.Tensor, wire_dtype: Any) -> Gradient:
+    """A gradient as it travels."""
+    if wire_dtype is None:
+        return gradient
+    return of_values(gradient, lambda g: tf.cast(g * scale, wire_dtype))
+
+
+def _received(
+    gradient: Gradient, scale: tf.Tensor, wire_dtype: Any
+) -> Gradient:
+    """What `_sent` was given, or a sum of it."""
+    if wire_dtype is None:
+        return gradient
+    return of_values(gradient, lambda g: tf.cast(g, scale.dtype) / scale)
+
+
+def _peak(gradient: Gradient) -> tf.Tensor:
+    """The largest absolute element; 0 of no elements."""
+    return tf.maximum(
+        tf.reduce_max(tf.abs(values(gradient))), tf.zeros([], gradient.dtype)
+    )
+
+
+def slices_of_replicas(
+    slices: Sequence[tf.IndexedSlices],
+) -> list[list[tf.IndexedSlices]]:
+    """The slices of all replicas, whose numbers of rows may differ.
+
+    All indices travel together, with how many there are, and so do all values
+    of one dtype.
+
+    Args:
+        slices: at least one, with static shapes but for the number of rows.
+
+    Returns:
+        One list for each replica in order, the same on every replica.
+
+    Context: replica.
+    """
+    number = len(slices)
+    indices = [tf.cast(s.indices, tf.int64) for s in slices]
+    packed = _gathered(
+        tf.concat([[tf.size(i, tf.int64) for i in indices], *indices], 0)
+    )
+    context = tf.distribute.get_replica_context()
+    counts, found = [], []
+    for _ in range(context.num_replicas_in_sync):
+        counts.append(packed[:number])
+        end = number + tf.reduce_sum(counts[-1])
+        found.append(tf.split(packed[number:end], counts[-1], num=number))
+        packed = packed[end:]
+    rows: list[list[Any]] = [[None] * number for _ in found]
+    for dtype in {s.dtype: None for s in slices}:
+        places = [i for i, s in enumerate(slices) if s.dtype == dtype]
+        shapes = {i: slices[i].values.shape[1:] for i in places}
+        # One more element, since to gather none at all ends the process.
+        flat = [tf.zeros([1], dtype)]
+        flat += [tf.reshape(slices[i].values, [-1]) for i in places]
+        sizes = [
+            size
+            for count in counts
+            for size in (
+                1,
+                *(count[i] * shapes[i].num_elements() for i in places),
+            )
+        ]
+        parts = iter(
+            tf.split(_gathered(tf.concat(flat, 0)), sizes, num=len(sizes))
+        )
+        for row in rows:
+            next(parts)
+            for i in places:
+                row[i] = tf.reshape(next(parts), [-1, *shapes[i]])
+    return [
+        [
+            tf.IndexedSlices(v, i, s.dense_shape)
+            for v, i, s in zip(*of_replica, slices, strict=True)
+        ]
+        for of_replica in zip(rows, found, strict=True)
+    ]
+
+
+def _gathered(tensor: tf.Tensor) -> tf.Tensor:
+    """The replicas' vectors, of any lengths, one behind the other."""
+    context = tf.distribute.get_replica_context()
+    if tensor.dtype == tf.bfloat16:  # Which no collective gathers.
+        bits = _gathered(tf.bitcast(tensor, tf.float16))
+        return tf.bitcast(bits, tf.bfloat16)
+    return context.all_gather(tf.identity(tensor), axis=0)
+
+
+def _added(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """The sum of slices of which each holds an index once, and so does it.
+
+    One after the other: on every device, in any order of its threads, the
+    same bits.
+    """
+    indices, places = tf.unique(tf.concat([p.indices for p in parts], 0))
+    counts = [tf.size(part.indices) for part in parts]
+    rows = tf.zeros(
+        [tf.size(indices), *parts[0].values.shape[1:]], parts[0].dtype
+    )
+    for part, place in zip(
+        parts, tf.split(places, counts, num=len(parts)), strict=True
+    ):
+        rows = tf.tensor_scatter_nd_add(rows, place[:, tf.newaxis], part.values)
+    return tf.IndexedSlices(rows, indices, parts[0].dense_shape)
 
 
 def float16_scale(peak: tf.Tensor) -> tf.Tensor:

@@ -58,6 +58,11 @@ class AccumulationSchedule:
         return [k for start, k in self._pairs if start <= update][-1]
 
     @property
+    def largest(self) -> int | None:
+        """The largest K; None where a function tells."""
+        return max((k for _, k in self._pairs), default=None)
+
+    @property
     def is_constant(self) -> bool:
         """Whether every update has the same K."""
         return len(self._pairs) == 1

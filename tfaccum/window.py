@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tfaccum import feeding, keras_private, loss_scale, reduction
 from tfaccum import strategy as strategies
@@ -22,6 +23,7 @@ from tfaccum.exponents import NUM_BINS
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
+from tfaccum.sparse import SparseSpec, TableSum, table_sum
 from tfaccum.update import (
     build_optimizer,
     judged,
@@ -120,6 +122,9 @@ class Window:
         self._loss_step: Callable[..., Any] = self._step.losses
         self._traced: Any = None
         self.sums: Any = None  # ReplicaSums, where the window accumulates.
+        # How the gradients of tables are summed, once a step was traced.
+        self.table_sums: tuple[TableSum, ...] | None = None
+        self._sparse_ids: set[int] = set()  # Variables whose sum is sparse.
         self._layer_variables = (
             keras_private.layer_state(model) if self._trains else []
         )
@@ -151,7 +156,10 @@ class Window:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes that the sums take on one replica; 0 without accumulation."""
+        """Bytes that the sums take on one replica; 0 without accumulation.
+
+        Of sparse sums, the most that they have taken so far.
+        """
         return self.sums.num_bytes if self.sums else 0
 
     def prepare(self, element_spec: Any) -> None:
@@ -369,6 +377,12 @@ class Window:
         self, more: tf.Tensor, stops: tf.Tensor, totals: Any
     ) -> dict[str, Any]:
         """Sums over the replicas, then means, the verdict and the logs."""
+        totals = totals | {
+            "sums": [
+                self._as_summed(*pair)
+                for pair in zip(self.trained, totals["sums"], strict=True)
+            ]
+        }
         metrics = [v.value for v in self._model.metrics_variables]
         had_rows = totals["examples"] > 0
         state = self._layer_state()
@@ -380,15 +394,14 @@ class Window:
                 for pair in zip(self.trained, totals["sums"], strict=True)
             ]
         if self._replicas > 1:
-            dense = tf.nest.map_structure(tf.convert_to_tensor, totals)
-            gradients = [sums.pop("gradients") for sums in dense["sums"]]
+            gradients = [sums.pop("gradients") for sums in totals["sums"]]
             (
                 gradients,
                 (totals, metrics, state, taught, more, stops, own_sums),
             ) = reduction.all_reduce_gradients(
                 [] if adasum else gradients,
                 (
-                    dense,
+                    totals,
                     [_own_part(v) for v in self._model.metrics_variables],
                     [reduction.weighted(s, _as_float(had_rows)) for s in state],
                     _as_float(had_rows),
@@ -429,6 +442,32 @@ class Window:
             "more": more,
             "stopped": stops,
             "logs": self._logs(totals, results, metrics),
+        }
+
+    def _as_summed(
+        self, trained: Trained, sums: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A replica's sums: of a table its rows, each once, or all."""
+
+        def of(variable: keras.Variable, gradient: Gradient) -> Gradient:
+            # A sum that was kept is as it has to be.
+            if self._accumulates or not isinstance(gradient, tf.IndexedSlices):
+                return gradient
+            if id(variable) in self._sparse_ids:
+                return reduction.combined(gradient)
+            return tf.ensure_shape(
+                tf.convert_to_tensor(gradient), variable.shape
+            )
+
+        if self._replicas == 1:
+            return sums
+        return sums | {
+            "gradients": [
+                of(v, g)
+                for v, g in zip(
+                    trained.variables, sums["gradients"], strict=True
+                )
+            ]
         }
 
     def _mean(self, trained: Trained, sums: dict[str, Any]) -> dict[str, Any]:
@@ -592,8 +631,53 @@ class Window:
             for result in reduced["results"]
         ]
 
+    def _choose_sums(self) -> None:
+        """Decides which gradients stay sparse, the same on every worker."""
+        model = self._model
+        asked, steps = model.sparse_sums, model.accumulation_schedule.largest
+        if self._replicas > 1 and model.adasum:
+            asked = False  # It compares dense gradients.
+        if self._workers > 1 or model.micro_batch_size is not None:
+            steps = None  # A worker knows the rows of its own data at most.
+        self.table_sums = tuple(
+            table_sum(
+                variable.path,
+                spec,
+                asked=asked,
+                steps=steps,
+                replicas=self._replicas,
+            )
+            for variable, spec in self._sparse_gradients()
+        )
+        self._sparse_ids = {
+            id(variable)
+            for (variable, _), chosen in zip(
+                self._sparse_gradients(), self.table_sums, strict=True
+            )
+            if chosen.is_sparse
+        }
+        for chosen in self.table_sums:
+            logging.info("tfaccum: %s", chosen)
+
+    def _sparse_gradients(self) -> list[tuple[keras.Variable, SparseSpec]]:
+        """The variables with IndexedSlices of which a sum is made."""
+        if self._replicas == 1 and not self._accumulates:
+            return []
+        return [
+            (variable, spec)
+            for trained, sums in zip(
+                self.trained, self._step.specs["sums"], strict=True
+            )
+            for variable, spec in zip(
+                trained.variables, sums["gradients"], strict=True
+            )
+            if isinstance(spec, SparseSpec)
+        ]
+
     def _create_variables(self) -> None:
         """Sums and optimizers for what a micro-step was found to need."""
+        if self.table_sums is None:
+            self._choose_sums()
         with self._strategy.scope():
             if self._accumulates and self.sums is None:
                 self.sums = (
@@ -607,7 +691,7 @@ class Window:
 
     def _part_of(self, whole: "Window") -> Any:
         """The sums of what trains here, among those of the whole window."""
-        sums = whole.sums.variables
+        sums = whole.sums.parts
         trains = {id(v) for trained in self.trained for v in trained.variables}
         kept = [
             [id(v) in trains for v in trained.variables]
@@ -631,17 +715,32 @@ class Window:
         }
 
     def _sum_specs(self) -> Any:
-        """Dense specs of the sums, in the accumulator's dtype."""
-        specs = tf.nest.map_structure(
-            lambda spec: tf.TensorSpec(spec.shape, spec.dtype),
-            self._step.specs,
-        )
+        """Specs of the sums, in the accumulator's dtype."""
         chosen = self._model.accumulator_dtype
-        for sums in specs["sums"] if chosen else ():
-            sums["gradients"] = [
-                tf.TensorSpec(spec.shape, chosen) for spec in sums["gradients"]
+
+        def of(variable: keras.Variable, spec: Any) -> Any:
+            dtype = chosen or spec.dtype
+            if id(variable) in self._sparse_ids:
+                return SparseSpec(spec.shape, tf.as_dtype(dtype))
+            return tf.TensorSpec(spec.shape, dtype)
+
+        specs = self._step.specs
+        return specs | {
+            "sums": [
+                sums
+                | {
+                    "gradients": [
+                        of(v, spec)
+                        for v, spec in zip(
+                            trained.variables, sums["gradients"], strict=True
+                        )
+                    ]
+                }
+                for trained, sums in zip(
+                    self.trained, specs["sums"], strict=True
+                )
             ]
-        return specs
+        }
 
     def _update(
         self,
