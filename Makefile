@@ -13,14 +13,17 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 VENV := .venv
 OLDEST := .venv-oldest
+# With PyTorch in it, that is measured too.
+TORCH_PYTHON ?= $(VENV)/bin/python
 
-.PHONY: help demo test test-all test-oldest bench-network lint clean
+.PHONY: help demo test test-all test-oldest bench bench-network lint clean
 
 help:
 	@echo 'make demo         install into $(VENV) and train the digits on 2 replicas'
 	@echo 'make test         install into $(VENV), lint, type-check, run the tests'
 	@echo 'make test-all     the same with the slow tests'
 	@echo 'make test-oldest  run the tests on the oldest supported versions'
+	@echo 'make bench        measure speed and memory, and write docs/performance.md'
 	@echo 'make bench-network  measure training over a network, as root'
 	@echo 'make clean        remove environments, caches and builds'
 
@@ -37,6 +40,22 @@ test-all: lint
 # The oldest TensorFlow and Keras run on Python 3.11 and 3.12.
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# What is measured stays in runs/, as lines of JSON.
+BENCH := step_time memory start window_profile gpu
+bench: $(VENV)/.installed
+	mkdir -p runs
+	$(VENV)/bin/python -m benchmarks.step_time \
+	    --torch_python=$(TORCH_PYTHON) > runs/step_time.jsonl
+	$(VENV)/bin/python -m benchmarks.step_time --jit --model=mlp \
+	    >> runs/step_time.jsonl
+	$(VENV)/bin/python -m benchmarks.memory > runs/memory.jsonl
+	$(VENV)/bin/python -m benchmarks.start > runs/start.jsonl
+	$(VENV)/bin/python -m benchmarks.window_profile \
+	    --plot=docs/profile.png > runs/window_profile.jsonl
+	$(VENV)/bin/python -m benchmarks.gpu > runs/gpu.jsonl
+	$(VENV)/bin/python -m benchmarks.performance_report \
+	    $(BENCH:%=runs/%.jsonl)
 
 # Writes what it has measured to runs/network.jsonl too.
 bench-network: $(VENV)/.installed

@@ -3,9 +3,9 @@
     python -m benchmarks.adasum
 
 Bytes are read from the interface counters of network namespaces, as root, for
-2 and 4 workers; memory is the peak of a first update, with its tracing, above
-what was resident before it, in a process with 2 and 4 replicas. Printed is a line of JSON for each,
-with what was expected:
+2 and 4 workers. Memory is the peak of a first update, with its tracing, above
+what was resident before it, in a process with 2 and 4 replicas. Printed is a
+line of JSON for each, with what was expected:
 
 * the mean, a ring of all-reduce: 2 (W - 1) / W x the parameters are sent;
 * AdaSum, a gathering: W - 1 x the parameters, and W x the parameters of each

@@ -4,99 +4,69 @@
 
 On one device, for the same examples and the same model, in turn:
 
-* `window`: tfaccum, `gradient_accumulation_steps=8`;
+* `window`: tfaccum, `gradient_accumulation_steps=8`; `window_4`: the same with
+  four windows in one call, `steps_per_execution=4`;
 * `cut`: tfaccum, one batch of all examples and `micro_batch_size`;
 * `big_batch`: Keras, one batch of all examples;
-* `keras`, `keras_steps_8`: Keras' own `gradient_accumulation_steps=8`, with
-  `steps_per_execution` 1 and 8;
-* `loop`: a `tf.function` written by hand that adds up and applies.
+* `keras`, `keras_8`, `keras_32`: Keras' own `gradient_accumulation_steps=8`,
+  with `steps_per_execution` 1, 8 and 32;
+* `loop`: a `tf.function` written by hand that adds up and applies;
+* `torch`: the same model and the usual loop in PyTorch, in a process of its
+  own, if `--torch_python` has it.
 
 Each is a whole `fit` (or a Python loop) over the same dataset in memory, after
-one that traced. Prints one JSON line per model: seconds per update, median,
-least and most of `--repeats`; CPU seconds; and ratios of medians.
+one that traced. Prints one JSON line per model: milliseconds per update, wall
+and CPU, median, least and most of `--rounds`; and ratios, round by round.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import statistics
-import time
+import subprocess
+import sys
+from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import benchmarks
 import tfaccum
+from benchmarks.models import CASES, loss
 
 STEPS = 8
-
-
-def transformer():
-    """About 0.7 M parameters, 32 tokens, micro-batch 32."""
-    inputs = keras.Input((32,), dtype="int32")
-    x = keras.layers.Embedding(1000, 128)(inputs)
-    for _ in range(3):
-        attended = keras.layers.MultiHeadAttention(4, 32)(x, x)
-        x = keras.layers.LayerNormalization()(x + attended)
-        hidden = keras.layers.Dense(512, activation="relu")(x)
-        x = keras.layers.LayerNormalization()(
-            x + keras.layers.Dense(128)(hidden)
-        )
-    x = keras.layers.GlobalAveragePooling1D()(x)
-    outputs = keras.layers.Dense(10)(x)
-    return inputs, outputs, 32, lambda rng, n: rng.integers(0, 1000, (n, 32))
-
-
-def cnn():
-    """Residual blocks on 32 x 32 x 3, micro-batch 16."""
-    inputs = keras.Input((32, 32, 3))
-    x = keras.layers.Conv2D(16, 3, padding="same")(inputs)
-    for filters in (16, 32, 64):
-        y = keras.layers.Conv2D(filters, 3, 2, padding="same")(x)
-        y = keras.layers.GroupNormalization(8)(y)
-        y = keras.layers.Conv2D(filters, 3, padding="same")(
-            keras.layers.ReLU()(y)
-        )
-        x = keras.layers.Conv2D(filters, 1, 2)(x)
-        x = keras.layers.ReLU()(x + y)
-    outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x))
-    return inputs, outputs, 16, lambda rng, n: rng.normal(size=(n, 32, 32, 3))
-
-
-def mlp():
-    """So small that only what surrounds it counts; micro-batch 8."""
-    inputs = keras.Input((8,))
-    x = keras.layers.Dense(16, activation="relu")(inputs)
-    return (
-        inputs,
-        keras.layers.Dense(10)(x),
-        8,
-        lambda rng, n: rng.normal(size=(n, 8)),
-    )
-
-
-MODELS = {"transformer": transformer, "cnn": cnn, "mlp": mlp}
+# What the window's time over another's is to be at most, by model.
+TARGETS = {
+    "big_batch": {"transformer": 1.05, "cnn": 1.05},
+    "keras_at_its_best": {"transformer": 1.0, "cnn": 1.0, "mlp": 1.0},
+    "keras": {"mlp": 0.5},
+    "loop": {"transformer": 1.03, "cnn": 1.03, "mlp": 1.03},
+    "torch": {},
+    # Both of them four windows in one call.
+    "keras_32": {"transformer": 1.0, "cnn": 1.0, "mlp": 1.0},
+}
 
 
 class Loop:
     """What one would write by hand; `fit` takes a dataset and nothing else."""
 
-    def __init__(self, model, optimizer, loss, jit):
-        self._model, self._optimizer, self._loss = model, optimizer, loss
+    def __init__(self, model, optimizer, jit):
+        self._model, self._optimizer, self._loss = model, optimizer, loss()
         self._sums = [tf.Variable(tf.zeros(v.shape)) for v in model.weights]
         optimizer.build(model.trainable_variables)
         self._gradients = tf.function(self._gradient, jit_compile=jit)
 
     def _gradient(self, x, y):
         with tf.GradientTape() as tape:
-            loss = self._loss(y, self._model(x, training=True))
-        found = tape.gradient(loss, self._model.trainable_variables)
-        return loss, [tf.convert_to_tensor(g) for g in found]
+            value = self._loss(y, self._model(x, training=True))
+        found = tape.gradient(value, self._model.trainable_variables)
+        return [tf.convert_to_tensor(g) for g in found]
 
     @tf.function
     def _update(self, iterator):
         for _ in tf.range(STEPS):
-            _, gradients = self._gradients(*next(iterator))
+            gradients = self._gradients(*next(iterator))
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.assign_add(gradient / STEPS)
         self._optimizer.apply(self._sums, self._model.trainable_variables)
@@ -110,100 +80,171 @@ class Loop:
             self._update(iterator)
 
 
-def contenders(make, jit, updates):
-    """(fit, dataset) by name."""
-    _, _, micro, draw = make()
-    rng = np.random.default_rng(0)
-    rows = micro * STEPS * updates
-    x = draw(rng, rows).astype("int32" if make is transformer else "float32")
-    y = rng.integers(0, 10, rows)
-    whole = tf.data.Dataset.from_tensor_slices((x, y)).batch(micro * STEPS)
-    cut = tf.data.Dataset.from_tensor_slices((x, y)).batch(micro)
-    whole, cut = whole.cache().prefetch(2), cut.cache().prefetch(2 * STEPS)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+class Torch:
+    """torch_loop.py in a process; `found` says what is there, or why not."""
 
-    def model(kind, optimizer=None, **arguments):
-        keras.utils.set_random_seed(1)
-        inputs, outputs, _, _ = make()
-        built = kind(inputs, outputs)
-        built.compile(
-            optimizer or keras.optimizers.Adam(),
-            loss,
-            jit_compile=jit,
-            **arguments,
+    def __init__(self, python, name, updates, threads):
+        numbers = map(str, (updates, STEPS, threads))
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.torch_loop", name, *numbers],
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        return built
+        first = self._process.stdout.readline()
+        self.found = json.loads(first or '{"skipped": "it ended at once"}')
 
-    def own(steps):
+    def run(self):
+        """Seconds of one pass over its data."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return tuple(json.loads(self._process.stdout.readline()))
+
+    def end(self):
+        """Ends the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def contenders(case, jit, updates):
+    """(fit, dataset) by name, all in this process."""
+    micro = case.micro_batch
+    rows = tf.data.Dataset.from_tensor_slices(
+        case.data(micro * STEPS * updates)
+    )
+    whole = rows.batch(micro * STEPS).cache().prefetch(2)
+    cut = rows.batch(micro).cache().prefetch(2 * STEPS)
+    model = functools.partial(case.compiled, jit_compile=jit)
+
+    def own(steps_per_execution):
         adam = keras.optimizers.Adam(gradient_accumulation_steps=STEPS)
-        return model(keras.Model, adam, steps_per_execution=steps)
+        return model(
+            keras.Model,
+            optimizer=adam,
+            steps_per_execution=steps_per_execution,
+        ).fit
 
-    inputs, outputs, _, _ = make()
-    by_hand = keras.Model(inputs, outputs)
+    by_hand = keras.Model(*case.layers())
+    window = functools.partial(
+        model, tfaccum.Model, gradient_accumulation_steps=STEPS
+    )
     return {
-        "window": (
-            model(tfaccum.Model, gradient_accumulation_steps=STEPS).fit,
-            cut,
-        ),
+        "window": (window().fit, cut),
+        "window_4": (window(steps_per_execution=4).fit, cut),
         "cut": (model(tfaccum.Model, micro_batch_size=micro).fit, whole),
         "big_batch": (model(keras.Model).fit, whole),
-        "keras": (own(1).fit, cut),
-        "keras_steps_8": (own(STEPS).fit, cut),
-        "loop": (Loop(by_hand, keras.optimizers.Adam(), loss, jit).fit, cut),
+        "keras": (own(1), cut),
+        "keras_8": (own(STEPS), cut),
+        "keras_32": (own(4 * STEPS), cut),
+        "loop": (Loop(by_hand, keras.optimizers.Adam(), jit).fit, cut),
     }
 
 
-def measure(name, jit, repeats, updates):
-    """One model: seconds per update of all contenders, in turn."""
-    found = contenders(MODELS[name], jit, updates)
+def measure(
+    name, *, jit=False, rounds=7, updates=None, threads=2, torch_python=None
+):
+    """One model: all contenders in turn, and how the window compares."""
+    case = CASES[name]
+    updates = updates or case.updates
+    found = contenders(case, jit, updates)
     for fit, data in found.values():
         fit(data, verbose=0)
-    wall = {who: [] for who in found}
-    cpu = {who: [] for who in found}
-    for _ in range(repeats):
-        for who, (fit, data) in found.items():
-            since, spent = time.perf_counter(), time.process_time()
-            fit(data, verbose=0)
-            wall[who].append((time.perf_counter() - since) / updates)
-            cpu[who].append((time.process_time() - spent) / updates)
-    median = {who: statistics.median(times) for who, times in wall.items()}
-    best_of_keras = min(median["keras"], median["keras_steps_8"])
+    runs = {
+        who: functools.partial(
+            benchmarks.timed, functools.partial(fit, data, verbose=0)
+        )
+        for who, (fit, data) in found.items()
+    }
+    about_torch = {"skipped": "not asked for"}
+    with contextlib.ExitStack() as stack:
+        if torch_python:
+            torch = Torch(torch_python, name, updates, threads)
+            stack.callback(torch.end)
+            about_torch = torch.found
+            if "skipped" not in about_torch:
+                runs["torch"] = torch.run
+        seconds = benchmarks.in_turn(runs, rounds)
+    wall, cpu = (
+        {who: [pair[i] for pair in pairs] for who, pairs in seconds.items()}
+        for i in (0, 1)
+    )
     return {
         "what": "step_time",
         "model": name,
         "jit": jit,
+        "parameters": keras.Model(*case.layers()).count_params(),
+        "micro_batch": case.micro_batch,
         "steps": STEPS,
-        "ms_per_update": {
-            who: [
-                round(1e3 * f(times), 2) for f in (statistics.median, min, max)
-            ]
-            for who, times in wall.items()
-        },
-        "cpu_ms_per_update": {
-            who: round(1e3 * statistics.median(times), 2)
-            for who, times in cpu.items()
-        },
-        "window_against": {
-            "big_batch": round(median["window"] / median["big_batch"], 3),
-            "keras_at_its_best": round(median["window"] / best_of_keras, 3),
-            "keras_default": round(median["window"] / median["keras"], 3),
-            "loop": round(median["window"] / median["loop"], 3),
-        },
+        "updates": updates,
+        "rounds": rounds,
+        "threads": threads,
+        "torch": about_torch,
+        "ms": per_update(wall, updates),
+        "cpu_ms": per_update(cpu, updates),
+        "comparisons": comparisons(name, wall, cpu),
         **benchmarks.where(),
     }
+
+
+def per_update(seconds, updates):
+    """Milliseconds by name: median, least, most."""
+    return {
+        who: benchmarks.spread([1e3 * s / updates for s in values])
+        for who, values in seconds.items()
+    }
+
+
+def comparisons(name, wall, cpu):
+    """The window's time over that of others, beside the target."""
+    best = min(
+        (who for who in wall if who.startswith("keras")),
+        key=lambda who: statistics.median(wall[who]),
+    )
+    found = []
+    for other, targets in TARGETS.items():
+        who = best if other == "keras_at_its_best" else other
+        ours = "window_4" if other == "keras_32" else "window"
+        if who in wall:
+            found.append(
+                {
+                    "of": ours,
+                    "against": other,
+                    "which": who,
+                    **benchmarks.against(
+                        wall[ours], wall[who], targets.get(name)
+                    ),
+                    "cpu_ratio": benchmarks.against(cpu[ours], cpu[who])[
+                        "ratio"
+                    ],
+                }
+            )
+    return found
+
+
+def use_threads(threads):
+    """So many for TensorFlow too, before it has made any."""
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
 def main():
     """Measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--model", choices=CASES, action="append")
     parser.add_argument("--jit", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--updates", type=int, default=12)
-    asked = parser.parse_args()
-    for name in asked.model or MODELS:
-        row = measure(name, asked.jit, asked.repeats, asked.updates)
-        print(json.dumps(row), flush=True)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--updates", type=int, help="a multiple of 4")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--torch_python",
+        default=sys.executable,
+        help="a Python that has PyTorch",
+    )
+    asked = vars(parser.parse_args())
+    use_threads(asked["threads"])
+    for name in asked.pop("model") or CASES:
+        print(json.dumps(measure(name, **asked)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,214 @@
+"""Memory: of a window, by K, of the sums, and after many updates.
+
+    python -m benchmarks.memory [--rounds=7]
+
+Each measurement is a process of its own, on Linux: once a small batch has been
+trained on, so that everything is traced and all variables are there, its peak
+is set back (/proc/self/clear_refs) and `fit` runs once more. Printed is by how
+much the peak of that `fit` lies above what was resident before. One JSON line
+for each of
+
+* `memory_of_a_batch`: a global batch uncut, and cut into 8 micro-batches, of a
+  model with few parameters and many activations;
+* `memory_by_steps`: K = 2 and K = 32 micro-batches of the same size;
+* `memory_of_sums`: counted, for each `accumulator_dtype`;
+* `memory_after_updates`: resident memory, objects and traces after 200 and
+  after 1,000 updates.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import benchmarks
+
+PIECES = 8
+STEPS = (2, 32)
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+# --- In a process of its own -----------------------------------------------
+
+
+def resident(name):
+    """Megabytes: VmRSS, resident now, or VmHWM, the most since."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"`/proc/self/status` must have a line {name}.")
+
+
+def peak(rows, micro_batch, steps):
+    """Megabytes of one update from `steps` batches of so many rows."""
+    import tensorflow as tf
+
+    import tfaccum
+    from benchmarks.models import WIDE
+
+    # Operations run in one order, whatever else the machine does.
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    model = WIDE.compiled(
+        tfaccum.Model,
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=steps,
+        jit_compile=False,
+    )
+    # One batch again and again: data take the same memory for every K.
+    batch = tf.data.Dataset.from_tensor_slices(WIDE.data(rows)).batch(rows)
+    data = batch.cache().repeat(steps)
+    few = batch.unbatch().take(micro_batch or 1).batch(1)
+    model.fit(few, verbose=0)
+    for _ in data:
+        pass
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model.fit(data, verbose=0)
+    return {"idle_mb": before, "mb": resident("VmHWM") - before}
+
+
+def sums():
+    """Bytes of the sums, counted, beside those of the parameters."""
+    import tensorflow as tf
+
+    import tfaccum
+    from benchmarks.models import CASES
+
+    case = CASES["mlp"]
+    found = []
+    for steps, dtype in [(1, None)] + [(2, dtype) for dtype in DTYPES]:
+        model = case.compiled(
+            tfaccum.Model,
+            gradient_accumulation_steps=steps,
+            accumulator_dtype=dtype,
+        )
+        model.fit(*case.data(16), batch_size=8, verbose=0)
+        # Beside the gradients: loss, weight and examples, one float32 each.
+        size = tf.as_dtype(dtype or "float32").size
+        expected = model.count_params() * size + 12 if steps > 1 else 0
+        found.append(
+            {
+                "steps": steps,
+                "accumulator_dtype": dtype,
+                "parameters": model.count_params(),
+                "bytes": model.accumulator_bytes,
+                "expected_bytes": expected,
+            }
+        )
+    return found
+
+
+def after(first, last):
+    """What there is after so many updates, in epochs of 20."""
+    import keras
+    import tensorflow as tf
+
+    import tfaccum
+    from benchmarks import start
+    from benchmarks.models import CASES
+
+    case, found = CASES["mlp"], {}
+    model = case.compiled(tfaccum.Model, gradient_accumulation_steps=2)
+
+    def look(epoch, logs=None):
+        updates = 20 * (epoch + 1)
+        # Looking takes memory by itself, the first time.
+        if updates in (20, first, last):
+            gc.collect()
+            kinds = (tf.Tensor, tf.Variable, tf.data.Dataset)
+            found[updates] = {
+                "updates": updates,
+                "mb": round(resident("VmRSS"), 1),
+                "objects": sum(isinstance(o, kinds) for o in gc.get_objects()),
+                "traces": sum(start.traces().values()),
+            }
+
+    model.fit(
+        *case.data(20 * 2 * case.micro_batch),
+        batch_size=case.micro_batch,
+        epochs=last // 20,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=look)],
+    )
+    return [found[first], found[last]]
+
+
+# --- In the process that starts them ---------------------------------------
+
+
+def measured(function, *arguments):
+    """What a function of this file returns in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", __spec__.name, "--child"]
+        + [json.dumps([function.__name__, *arguments])],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{function.__name__}{arguments}:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_pairs(cases, rounds):
+    """Megabytes of each case of `peak`, by round; two at a time, untimed."""
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda c: measured(peak, *c), cases * rounds))
+    return [
+        [each["mb"] for each in found[i :: len(cases)]]
+        for i in range(len(cases))
+    ]
+
+
+def lines(rows, rounds, updates):
+    """One line of what was found after the other."""
+    micro = rows // PIECES
+    uncut, cut = in_pairs([(rows, None, 1), (rows, micro, 1)], rounds)
+    yield {
+        "what": "memory_of_a_batch",
+        "rows": rows,
+        "pieces": PIECES,
+        "rounds": rounds,
+        "uncut_mb": benchmarks.spread(uncut, 1),
+        "cut_mb": benchmarks.spread(cut, 1),
+        **benchmarks.against(cut, uncut, 0.35),
+    }
+    few, many = in_pairs([(micro, None, steps) for steps in STEPS], rounds)
+    yield {
+        "what": "memory_by_steps",
+        "rows": micro,
+        "steps": STEPS,
+        "rounds": rounds,
+        "mb": [benchmarks.spread(few, 1), benchmarks.spread(many, 1)],
+        **benchmarks.against(many, few, 1.02),
+    }
+    yield {"what": "memory_of_sums", "cases": measured(sums)}
+    yield {
+        "what": "memory_after_updates",
+        "after": measured(after, *updates),
+    }
+
+
+def main():
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--updates", type=int, nargs=2, default=[200, 1000])
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        name, *arguments = asked.child
+        print(json.dumps(globals()[name](*arguments)))
+        return
+    for line in lines(asked.rows, asked.rounds, asked.updates):
+        print(json.dumps(line | benchmarks.where()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The start of a run: time to the first update, traces, nodes of the graph.
+
+    python -m benchmarks.start [--rounds=7]
+
+For K = 2 and K = 64, in turn, a new model of twenty small layers each time:
+seconds from the call of `fit` to the end of its first update. Counted: how
+often which function was traced, and the nodes of the window's graph with all
+functions in it. Then what one more `fit` of one update costs, once everything
+is traced, beside that of Keras. Prints one JSON line for each.
+"""
+
+import argparse
+import collections
+import functools
+import gc
+import json
+
+import keras
+import tensorflow as tf
+
+import benchmarks
+import tfaccum
+from benchmarks.models import DEEP
+
+STEPS = (2, 64)
+
+
+def traces():
+    """How often each tf.function of the library that lives was traced."""
+    found = collections.Counter()
+    for function in gc.get_objects():
+        if hasattr(type(function), "experimental_get_tracing_count"):
+            traced = function.python_function
+            if (traced.__module__ or "").startswith("tfaccum."):
+                count = function.experimental_get_tracing_count()
+                found[traced.__qualname__] += count
+    return dict(found)
+
+
+def nodes():
+    """Nodes of the largest graph that lives, with all functions in it."""
+    return max(
+        len(graph.node) + sum(len(f.node_def) for f in graph.library.function)
+        for graph in (
+            concrete.graph.as_graph_def()
+            for concrete in gc.get_objects()
+            if isinstance(concrete, tf.types.experimental.ConcreteFunction)
+        )
+    )
+
+
+class Counts:
+    """What `first_update` has counted, for one K."""
+
+    def __init__(self):
+        self.traces, self.nodes = [], []
+
+    def add(self):
+        """Counts what lives now."""
+        self.traces.append(traces())
+        self.nodes.append(nodes())
+
+
+def first_update(steps, counts):
+    """Seconds from the call of `fit` to the end of the first update."""
+    gc.collect()
+    keras.backend.clear_session()
+    model = DEEP.compiled(
+        tfaccum.Model, gradient_accumulation_steps=steps, jit_compile=False
+    )
+    rows = steps * DEEP.micro_batch
+    fit = functools.partial(
+        model.fit, *DEEP.data(rows), batch_size=DEEP.micro_batch, verbose=0
+    )
+    seconds = benchmarks.timed(fit)
+    counts.add()
+    return seconds
+
+
+def starts(rounds):
+    """Time to the first update for each K, and what is counted."""
+    counts = {steps: Counts() for steps in STEPS}
+    first_update(STEPS[0], Counts())  # The first trace of a process is slow.
+    found = benchmarks.in_turn(
+        {
+            steps: functools.partial(first_update, steps, counts[steps])
+            for steps in STEPS
+        },
+        rounds,
+    )
+    few, many = ([wall for wall, _ in found[steps]] for steps in STEPS)
+    cpu = [[cpu for _, cpu in found[steps]] for steps in STEPS]
+    return {
+        "what": "first_update",
+        "steps": STEPS,
+        "rounds": rounds,
+        "seconds": [benchmarks.spread(few), benchmarks.spread(many)],
+        **benchmarks.against(many, few, 1.1),
+        "cpu_ratio": benchmarks.against(cpu[1], cpu[0])["ratio"],
+        "traces": [counts[steps].traces[-1] for steps in STEPS],
+        "nodes": [counts[steps].nodes[-1] for steps in STEPS],
+    }
+
+
+def one_more_fit(rounds):
+    """What a `fit` of one update takes when everything has been traced."""
+    steps = 8
+    data = tf.data.Dataset.from_tensor_slices(
+        DEEP.data(steps * DEEP.micro_batch)
+    ).batch(DEEP.micro_batch)
+    adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
+    models = {
+        "window": DEEP.compiled(
+            tfaccum.Model, gradient_accumulation_steps=steps
+        ),
+        "keras_8": DEEP.compiled(
+            keras.Model, optimizer=adam, steps_per_execution=steps
+        ),
+    }
+    fits = {
+        who: functools.partial(model.fit, data, verbose=0)
+        for who, model in models.items()
+    }
+    for fit in fits.values():
+        fit()
+    found = benchmarks.in_turn(
+        {
+            who: functools.partial(benchmarks.timed, fit)
+            for who, fit in fits.items()
+        },
+        rounds,
+    )
+    return {
+        "what": "one_more_fit",
+        "steps": steps,
+        "rounds": rounds,
+        "ms": {
+            who: benchmarks.spread([1e3 * wall for wall, _ in pairs])
+            for who, pairs in found.items()
+        },
+        "cpu_ms": {
+            who: benchmarks.spread([1e3 * cpu for _, cpu in pairs])
+            for who, pairs in found.items()
+        },
+    }
+
+
+def main():
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    for measure in (starts, one_more_fit):
+        row = measure(rounds) | benchmarks.where()
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""The benchmarks run, print what they promise, and count right.
+
+No time is asserted here. Each is run once, as small as it gets.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import benchmarks
+from benchmarks import gpu, performance_report, step_time, window_profile
+from benchmarks.models import CASES
+
+ROOT = Path(__file__).parents[1]
+FROM = {"commit", "hardware", "tensorflow", "keras"}
+QUICK = {
+    "step_time": ("--model=mlp", "--rounds=2", "--updates=4"),
+    "memory": ("--rows=16", "--rounds=1", "--updates", "20", "60"),
+    "start": ("--rounds=1",),
+    "window_profile": ("--model=mlp", "--windows=2", "--warm=4"),
+}
+NO_GPU = {"what": "gpu", "skipped": "no GPU here"}
+
+
+@functools.cache
+def printed(name):
+    """The lines of a benchmark, by what they are about."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *QUICK[name]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row["what"]: row for row in rows}
+
+
+def is_spread(values):
+    median, least, most = values
+    return 0 <= least <= median <= most
+
+
+# --- What they print -------------------------------------------------------
+
+
+def test_step_time():
+    row = printed("step_time")["step_time"]
+    assert row.keys() >= FROM
+    assert row["parameters"] == 8 * 16 + 16 + 16 * 10 + 10
+    assert (row["rounds"], row["updates"], row["steps"]) == (2, 4, 8)
+    others = {"window", "window_4", "cut", "big_batch", "loop"}
+    assert row["ms"].keys() >= others | {"keras", "keras_8", "keras_32"}
+    assert row["ms"].keys() == row["cpu_ms"].keys()
+    assert all(map(is_spread, [*row["ms"].values(), *row["cpu_ms"].values()]))
+    targets = {c["against"]: c["target"] for c in row["comparisons"]}
+    assert (
+        targets.items()
+        >= {
+            "big_batch": None,
+            "keras_at_its_best": 1.0,
+            "keras": 0.5,
+            "loop": 1.03,
+        }.items()
+    )
+    for each in row["comparisons"]:
+        assert is_spread(each["ratio"]) and is_spread(each["cpu_ratio"])
+        if each["target"] is not None:
+            assert each["met"] == (each["ratio"][0] <= each["target"])
+    if "torch" in row["ms"]:
+        assert row["torch"]["parameters"] == row["parameters"]
+    else:
+        assert row["torch"]["skipped"]
+
+
+def test_memory_of_batches_and_windows():
+    rows = printed("memory")
+    batch, by_steps = rows["memory_of_a_batch"], rows["memory_by_steps"]
+    assert (batch["rows"], batch["pieces"], batch["target"]) == (16, 8, 0.35)
+    assert is_spread(batch["uncut_mb"]) and is_spread(batch["cut_mb"])
+    assert by_steps["steps"] == [2, 32] and by_steps["target"] == 1.02
+    assert all(map(is_spread, by_steps["mb"]))
+    assert all(row.keys() >= FROM for row in rows.values())
+
+
+def test_sums_take_what_the_parameters_take():
+    sizes = {None: 0, "float32": 4, "bfloat16": 2, "float64": 8}
+    cases = printed("memory")["memory_of_sums"]["cases"]
+    assert [case["accumulator_dtype"] for case in cases] == list(sizes)
+    for case in cases:
+        size = sizes[case["accumulator_dtype"]]
+        # Loss, weight and examples are sums too, if there are any.
+        beside = 12 if case["steps"] > 1 else 0
+        assert case["bytes"] == case["expected_bytes"] == 314 * size + beside
+
+
+def test_updates_leave_no_objects_and_no_traces():
+    first, last = printed("memory")["memory_after_updates"]["after"]
+    assert (first["updates"], last["updates"]) == (20, 60)
+    assert first["traces"] == last["traces"] == 2
+    assert first["objects"] == last["objects"] > 0
+
+
+def test_traces_and_nodes_do_not_depend_on_the_number_of_steps():
+    rows = printed("start")
+    first = rows["first_update"]
+    few, many = first["traces"]
+    assert few == many and set(few.values()) == {1} and len(few) == 2
+    assert first["nodes"][0] == first["nodes"][1] > 1000
+    assert first["target"] == 1.1 and first["steps"] == [2, 64]
+    assert is_spread(rows["one_more_fit"]["ms"]["window"])
+    assert is_spread(rows["one_more_fit"]["ms"]["keras_8"])
+
+
+def test_profile_of_a_window():
+    row = printed("window_profile")["window_profile"]
+    assert row["windows"] == 2 and row.keys() >= FROM
+    assert set(row["parts_ms"]) == set(window_profile.PARTS)
+    counts = row["operations"]
+    # At least one forward and backward operation per layer and micro-step.
+    assert counts["forward and backward"] >= 8 * 2 * 2
+    assert counts["update"] > 0 and counts["window"] > 0
+    # Nothing but kernels is counted.
+    assert "Python" not in counts and "between" not in counts
+
+
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="has a GPU"
+)
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 0
+    assert json.loads(capsys.readouterr().out) == NO_GPU
+
+
+def test_a_batch_that_needs_too_much_memory_does_not_fit():
+    def train():
+        raise tf.errors.ResourceExhaustedError(None, None, "out of memory")
+
+    assert not gpu.fits(train)
+    assert gpu.fits(lambda: None)
+
+
+# --- What they compute with ------------------------------------------------
+
+
+def test_spread_and_ratios_by_hand():
+    assert benchmarks.spread([3, 1, 2]) == [2, 1, 3]
+    found = benchmarks.against([2, 3, 8], [1, 2, 2], target=1.9)
+    # Round by round: 2, 1.5 and 4.
+    assert found == {"ratio": [2, 1.5, 4], "target": 1.9, "met": False}
+    assert benchmarks.against([1], [2])["met"] is None
+
+
+def test_contenders_take_turns():
+    order = []
+
+    def contender(name):
+        return lambda: order.append(name) or (len(order), 0)
+
+    found = benchmarks.in_turn({n: contender(n) for n in "ab"}, rounds=2)
+    assert order == ["a", "b", "b", "a"]
+    assert found == {"a": [(1, 0), (4, 0)], "b": [(2, 0), (3, 0)]}
+
+
+def test_the_best_of_keras_is_compared_with():
+    wall = {"window": [2.0], "window_4": [1.0], "big_batch": [4.0]}
+    wall |= {"keras": [8.0], "keras_8": [2.5], "keras_32": [4.0]}
+    found = {
+        each["against"]: each
+        for each in step_time.comparisons("mlp", wall, wall)
+    }
+    best = found["keras_at_its_best"]
+    assert best["which"] == "keras_8" and best["met"]
+    assert best["ratio"] == best["cpu_ratio"] == [0.8, 0.8, 0.8]
+    assert found["keras_32"]["of"] == "window_4"
+    assert found["keras_32"]["ratio"][0] == 0.25
+    assert "torch" not in found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_models_have_data(name):
+    case = CASES[name]
+    x, y = case.data(3)
+    assert len(x) == len(y) == 3
+    again, _ = case.data(3)
+    assert (x == again).all()
+
+
+def test_each_moment_belongs_to_one_part():
+    marked = [
+        ("window", 1, 4),
+        ("forward and backward", 2, 3),
+        ("input", 0, 2),
+        ("window", 3.5, 6),
+        ("Python", 9, 12),
+    ]
+    found = window_profile.partition(marked, 0, 10)
+    assert found == {
+        "forward and backward": 1,  # 2 to 3
+        "update": 0,
+        "window": 4,  # 1 to 2, 3 to 6
+        "input": 1,  # 0 to 1
+        "Python": 1,  # 9 to 10
+        "between": 3,  # 6 to 9
+    }
+
+
+@pytest.mark.parametrize(
+    ("thread", "name", "part"),
+    [
+        (
+            "tf_Compute/1",
+            "while/cond/dense_1_2/Relu:Relu",
+            "forward and backward",
+        ),
+        (
+            "tf_Compute/1",
+            "while/gradient_tape/x/Tile:Tile",
+            "forward and backward",
+        ),
+        ("tf_Compute/1", "cond_2/then/adam/Sub_10:Sub", "update"),
+        ("tf_Compute/1", "while/AssignAddVariableOp_6:Assign", "window"),
+        ("tf_data_x/1", "strided_slice:StridedSlice", "input"),
+        ("tf_data_x/1", "Iterator::Root::Prefetch", "input"),
+        ("tf_Compute/1", "ExecutorState::Process", None),
+        ("python", "execute", None),
+    ],
+)
+def test_parts_of_events(thread, name, part):
+    found = window_profile.part_of(thread, name, {"dense"}, "adam")
+    assert found == part
+
+
+# --- The page --------------------------------------------------------------
+
+
+def all_rows():
+    return [NO_GPU] + [row for name in QUICK for row in printed(name).values()]
+
+
+def test_page_has_a_place_for_each_table():
+    page = performance_report.PAGE.read_text()
+    written = performance_report.written(page, all_rows())
+    for text in ("Without XLA", "314", "nodes", "between", "no GPU here"):
+        assert text in written
+    assert performance_report.written(written, all_rows()) == written
+    # What was not measured stays.
+    assert performance_report.written(written, []) == written
+
+
+def test_tables_are_markdown():
+    assert performance_report.table(["a", "b | c"], [[1, "2 | 3"]]) == [
+        "| a | b | c |",
+        "| --- | --- | --- |",
+        "| 1 | 2 | 3 |",
+    ]
+
+
+def test_lines_of_a_gpu_become_text():
+    step = printed("step_time")["step_time"]
+    memory = printed("memory")["memory_of_a_batch"]
+    replicas = {"model": "mlp", "replicas": 2, "ms": [2, 1, 3]}
+    limit = {"memory_mb": 2048, "rows": 2560, "micro_batch": 32}
+    rows = [
+        step | {"what": "gpu_step_time"},
+        memory | {"what": "gpu_memory"},
+        {"what": "gpu_limit", "cut_fits": True, "uncut_fits": False} | limit,
+        step | {"what": "gpu_replicas"} | replicas,
+    ]
+    text = "\n".join(performance_report.gpu(rows))
+    assert "2,560 examples does not fit uncut and fits in pieces of 32" in text
+    assert "| mlp | 2 | 2.0 (1.0 to 3.0) |" in text
+    assert "benchmarks.gpu" in text and "benchmarks.step_time" not in text
+    # The tables of the processor do not show what a GPU does.
+    assert not list(performance_report.step_time(rows))
+
+
+def test_a_page_without_a_place_is_refused():
+    with pytest.raises(ValueError, match="must have <!-- gpu -->"):
+        performance_report.written("", [{"what": "gpu", "skipped": "x"}])
+
+
+def test_pictures_are_drawn(tmp_path):
+    performance_report.plot(all_rows(), tmp_path / "bars.png")
+    row = printed("window_profile")["window_profile"]
+    marked = [("window", 0, 1, "tf_Compute/1", True)]
+    window = window_profile.Profiled(0, 2, marked)
+    assert window.operations() == {"window": 1}
+    window_profile.draw(tmp_path / "profile.png", [row], [window])
+    for name in ("bars.png", "profile.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
