@@ -284,17 +284,17 @@ class Window:
             return done + tf.cast(last, tf.int32), more, waited + wait, kept
 
         # Where layers communicate every worker makes the same micro-steps.
-        always = self._step.communicates & (self._workers > 1)
+        runs = ~stops | (self._step.communicates & (self._workers > 1))
         # Only a search looks at a micro-batch again.
         none_yet = self._no_elements() if self._searches else []
         rows, _, data = self._spec
         specs = [(rows, data)] * len(none_yet)
         _, more, wait, kept = tf.while_loop(
-            lambda done, more, *_: (done < batches) & more & (~stops | always),
+            lambda done, more, *_: (done < batches) & more,
             body,
             (
                 tf.constant(0),
-                tf.constant(True),
+                runs,
                 tf.zeros([], tf.float64),
                 _flat(none_yet),
             ),
@@ -310,7 +310,7 @@ class Window:
         elements = tf.nest.pack_sequence_as(
             none_yet, kept, expand_composites=True
         )
-        return more, wait, elements
+        return more | ~runs, wait, elements
 
     def _no_elements(self) -> list[tuple]:
         """What each replica of this worker has before the first micro-step."""
