@@ -194,6 +194,7 @@ class _Job:
             examples_per_second=throughput.examples_per_second,
             accumulator_bytes=model.accumulator_bytes,
             wall_time=time.perf_counter() - self.started,
+            table_sums=tuple(map(str, model.table_sums)),
         )
         if self.is_chief:
             model.save(options.model_dir / "final.keras")

@@ -35,6 +35,7 @@ class Results:
         skipped_updates: Updates dropped because of non-finite gradients.
         examples_per_second: Over all replicas, without the first call.
         accumulator_bytes: What the sums take on one replica.
+        table_sums: How the gradient of each table is summed, and why.
         wall_time: Seconds, from the start of TensorFlow to the last epoch.
     """
 
@@ -44,6 +45,7 @@ class Results:
     examples_per_second: float
     accumulator_bytes: int
     wall_time: float
+    table_sums: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -63,6 +65,7 @@ def table(results: Results, model_dir: Path) -> str:
         ("skipped updates", f"{results.skipped_updates:,}"),
         ("examples/s", f"{results.examples_per_second:,.0f}"),
         ("accumulators", f"{results.accumulator_bytes:,} bytes per replica"),
+        *(("sum of", text) for text in results.table_sums),
         ("wall time", f"{results.wall_time:.1f} s"),
         ("written to", str(model_dir)),
     ]
@@ -90,6 +93,7 @@ def write(
         "results": {
             **results.metrics,
             "accumulator_bytes": results.accumulator_bytes,
+            "table_sums": list(results.table_sums),
             "examples_per_second": results.examples_per_second,
             "skipped_updates": results.skipped_updates,
             "updates": results.updates,
