@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfaccum import reduction, update
 from tfaccum.reduction import Gradient
-from tfaccum.sparse import SparseSpec, zeros
+from tfaccum.sparse import SparseSpec, combined, zeros
 
 
 def replica_variable(shape: Any, dtype: tf.DType, name: str) -> tf.Variable:
@@ -54,7 +54,7 @@ class DenseSum:
         total = self._total
         if isinstance(tensor, tf.IndexedSlices):
             if total.dtype.size < tensor.dtype.size:
-                tensor = reduction.combined(tensor)
+                tensor = combined(tensor)
             total.scatter_add(tf.cast(tensor, total.dtype))
         else:
             total.assign_add(tf.cast(tensor, total.dtype))
@@ -117,7 +117,7 @@ class SparseSum:
             key=lambda dtype: dtype.size,
         )
         held = self.value()
-        total = reduction.combined(
+        total = combined(
             tf.IndexedSlices(
                 tf.concat(
                     [tf.cast(s.values, dtype) for s in (held, slices)], 0
@@ -268,8 +268,8 @@ class GradientAccumulator:
                 "variables=[]. Build the model before its accumulator."
             )
         ids = [id(v) for v in self._variables]
-        sparse = [id(v) for v in sparse_variables]
-        if unknown := [i for i, v in enumerate(sparse) if v not in ids]:
+        chosen = [id(v) for v in sparse_variables]
+        if unknown := [i for i, v in enumerate(chosen) if v not in ids]:
             raise ValueError(
                 "`sparse_variables` must be among `variables`. Received: "
                 f"sparse_variables with others at {unknown}."
@@ -278,7 +278,7 @@ class GradientAccumulator:
         self._weight_dtype = max(dtypes, key=lambda dtype: dtype.size)
         self._specs = [
             SparseSpec(tf.TensorShape(v.shape), dtype)
-            if id(v) in sparse
+            if id(v) in chosen
             else tf.TensorSpec(v.shape, dtype)
             for v, dtype in zip(self._variables, dtypes, strict=True)
         ]

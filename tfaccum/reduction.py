@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, Union
 
 import tensorflow as tf
 
+from tfaccum import sparse
+
 Gradient: TypeAlias = Union[tf.Tensor, tf.IndexedSlices]
 
 
@@ -157,17 +159,15 @@ def all_reduce_gradients(
         peaks = all_reduce_sum([_peak(g) for g in flat])
         scales = [float16_scale(peak) for peak in peaks]
     sent = [_sent(g, s, wire_dtype) for g, s in zip(flat, scales, strict=True)]
-    sparse = [i for i, g in enumerate(flat) if isinstance(g, tf.IndexedSlices)]
-    dense = [i for i in range(len(flat)) if i not in sparse]
+    tables = [i for i, g in enumerate(flat) if isinstance(g, tf.IndexedSlices)]
+    dense = [i for i in range(len(flat)) if i not in tables]
     received, others = all_reduce_sum(([sent[i] for i in dense], others))
     for i, total in zip(dense, received, strict=True):
         flat[i] = _received(total, scales[i], wire_dtype)
-    of_replicas = (
-        slices_of_replicas([sent[i] for i in sparse]) if sparse else []
-    )
-    for i, *parts in zip(sparse, *of_replicas, strict=True):
-        flat[i] = _added(
-            [_received(part, scales[i], wire_dtype) for part in parts]
+    parts = sparse.of_replicas([sent[i] for i in tables]) if tables else []
+    for i, *of_table in zip(tables, *parts, strict=True):
+        flat[i] = sparse.added(
+            [_received(part, scales[i], wire_dtype) for part in of_table]
         )
     return tf.nest.pack_sequence_as(gradients, flat), others
 
@@ -193,92 +193,6 @@ def _peak(gradient: Gradient) -> tf.Tensor:
     return tf.maximum(
         tf.reduce_max(tf.abs(values(gradient))), tf.zeros([], gradient.dtype)
     )
-
-
-def slices_of_replicas(
-    slices: Sequence[tf.IndexedSlices],
-) -> list[list[tf.IndexedSlices]]:
-    """The slices of all replicas, whose numbers of rows may differ.
-
-    All indices travel together, with how many there are, and so do all values
-    of one dtype.
-
-    Args:
-        slices: at least one, with static shapes but for the number of rows.
-
-    Returns:
-        One list for each replica in order, the same on every replica.
-
-    Context: replica.
-    """
-    number = len(slices)
-    indices = [tf.cast(s.indices, tf.int64) for s in slices]
-    packed = _gathered(
-        tf.concat([[tf.size(i, tf.int64) for i in indices], *indices], 0)
-    )
-    context = tf.distribute.get_replica_context()
-    counts, found = [], []
-    for _ in range(context.num_replicas_in_sync):
-        counts.append(packed[:number])
-        end = number + tf.reduce_sum(counts[-1])
-        found.append(tf.split(packed[number:end], counts[-1], num=number))
-        packed = packed[end:]
-    rows: list[list[Any]] = [[None] * number for _ in found]
-    for dtype in {s.dtype: None for s in slices}:
-        places = [i for i, s in enumerate(slices) if s.dtype == dtype]
-        shapes = {i: slices[i].values.shape[1:] for i in places}
-        # One more element, since to gather none at all ends the process.
-        flat = [tf.zeros([1], dtype)]
-        flat += [tf.reshape(slices[i].values, [-1]) for i in places]
-        sizes = [
-            size
-            for count in counts
-            for size in (
-                1,
-                *(count[i] * shapes[i].num_elements() for i in places),
-            )
-        ]
-        parts = iter(
-            tf.split(_gathered(tf.concat(flat, 0)), sizes, num=len(sizes))
-        )
-        for row in rows:
-            next(parts)
-            for i in places:
-                row[i] = tf.reshape(next(parts), [-1, *shapes[i]])
-    return [
-        [
-            tf.IndexedSlices(v, i, s.dense_shape)
-            for v, i, s in zip(*of_replica, slices, strict=True)
-        ]
-        for of_replica in zip(rows, found, strict=True)
-    ]
-
-
-def _gathered(tensor: tf.Tensor) -> tf.Tensor:
-    """The replicas' vectors, of any lengths, one behind the other."""
-    context = tf.distribute.get_replica_context()
-    if tensor.dtype == tf.bfloat16:  # Which no collective gathers.
-        bits = _gathered(tf.bitcast(tensor, tf.float16))
-        return tf.bitcast(bits, tf.bfloat16)
-    return context.all_gather(tf.identity(tensor), axis=0)
-
-
-def _added(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
-    """The sum of slices of which each holds an index once, and so does it.
-
-    One after the other: on every device, in any order of its threads, the
-    same bits.
-    """
-    indices, places = tf.unique(tf.concat([p.indices for p in parts], 0))
-    counts = [tf.size(part.indices) for part in parts]
-    rows = tf.zeros(
-        [tf.size(indices), *parts[0].values.shape[1:]], parts[0].dtype
-    )
-    for part, place in zip(
-        parts, tf.split(places, counts, num=len(parts)), strict=True
-    ):
-        rows = tf.tensor_scatter_nd_add(rows, place[:, tf.newaxis], part.values)
-    return tf.IndexedSlices(rows, indices, parts[0].dense_shape)
 
 
 def float16_scale(peak: tf.Tensor) -> tf.Tensor:
@@ -326,13 +240,6 @@ def each_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.stack(
         [tf.reduce_all(tf.math.is_finite(values(g))) for g in gradients]
     )
-
-
-def combined(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each index once, added up in its own dtype."""
-    indices, places = tf.unique(slices.indices)
-    rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
-    return tf.IndexedSlices(rows, indices, slices.dense_shape)
 
 
 def values(gradient: Gradient) -> tf.Tensor:

@@ -23,7 +23,7 @@ from tfaccum.exponents import NUM_BINS
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
-from tfaccum.sparse import SparseSpec, TableSum, table_sum
+from tfaccum.sparse import SparseSpec, TableSum, combined, table_sum
 from tfaccum.update import (
     build_optimizer,
     judged,
@@ -454,7 +454,7 @@ class Window:
             if self._accumulates or not isinstance(gradient, tf.IndexedSlices):
                 return gradient
             if id(variable) in self._sparse_ids:
-                return reduction.combined(gradient)
+                return combined(gradient)
             return tf.ensure_shape(
                 tf.convert_to_tensor(gradient), variable.shape
             )

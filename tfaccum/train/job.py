@@ -204,6 +204,7 @@ class _Job:
             input_wait=throughput.input_wait,
             accumulator_bytes=model.accumulator_bytes,
             wall_time=time.perf_counter() - self.started,
+            table_sums=tuple(map(str, model.table_sums)),
         )
         if self.is_chief:
             model.save(options.model_dir / "final.keras")

@@ -36,6 +36,7 @@ class Results:
         examples_per_second: Over all replicas, without the first call.
         input_wait: Part of that time in which data were waited for, in [0, 1].
         accumulator_bytes: What the sums take on one replica.
+        table_sums: How the gradient of each table is summed, and why.
         wall_time: Seconds, from the start of TensorFlow to the last epoch.
     """
 
@@ -46,6 +47,7 @@ class Results:
     input_wait: float
     accumulator_bytes: int
     wall_time: float
+    table_sums: tuple[str, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -66,6 +68,7 @@ def table(results: Results, model_dir: Path) -> str:
         ("examples/s", f"{results.examples_per_second:,.0f}"),
         ("waited for data", f"{100 * results.input_wait:.1f} % of the time"),
         ("accumulators", f"{results.accumulator_bytes:,} bytes per replica"),
+        *(("sum of", text) for text in results.table_sums),
         ("wall time", f"{results.wall_time:.1f} s"),
         ("written to", str(model_dir)),
     ]
@@ -93,6 +96,7 @@ def write(
         "results": {
             **results.metrics,
             "accumulator_bytes": results.accumulator_bytes,
+            "table_sums": list(results.table_sums),
             "examples_per_second": results.examples_per_second,
             "input_wait": results.input_wait,
             "skipped_updates": results.skipped_updates,
