@@ -76,12 +76,23 @@ class Functions:
     counts_exponents = False
     last_exponents: Exponents | None = None
 
-    # Bytes that gradient sums take on one replica; 0 without accumulation
-    # (of sparse sums the most so far).
-    accumulator_bytes = 0
+    # In which all variables train; None before it is made.
+    train_window: Any = None
 
-    # How the gradient of each table is summed, and why.
-    table_sums: tuple[TableSum, ...] = ()
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes that gradient sums take on one replica; 0 without any.
+
+        Of sparse sums, the most that they have taken so far.
+        """
+        window = self.train_window
+        return 0 if window is None else window.accumulator_bytes
+
+    @property
+    def table_sums(self) -> tuple[TableSum, ...]:
+        """How the gradients of tables are summed, once that is known."""
+        window = self.train_window
+        return () if window is None else window.table_sums or ()
 
     @property
     def _has_other_workers(self) -> bool:
@@ -121,6 +132,7 @@ class Functions:
         self.train_function: Any = None
         self.test_function: Any = None
         self.predict_function: Any = None
+        self.train_window = None
         self.last_updates = ()
         self.skips_in_a_row = 0
         self._warned: set[str] = set()
@@ -164,8 +176,6 @@ class Functions:
             if self.counts_exponents:
                 self.last_exponents = Exponents(window.paths, counts)
             self.last_updates = tuple(window.read(row) for row in rows)
-            self.accumulator_bytes = window.accumulator_bytes
-            self.table_sums = window.table_sums or ()
             return logs, more, stopped
 
         self.train_function = train_function

@@ -177,7 +177,7 @@ class _Job:
         sums = keras.callbacks.LambdaCallback(
             on_train_begin=lambda logs: self.say(
                 "gradient sums take "
-                f"{model.train_window.accumulator_bytes:,} bytes per replica"
+                f"{model.accumulator_bytes:,} bytes per replica"
             )
         )
         bar = 1 if sys.stdout.isatty() else 2
