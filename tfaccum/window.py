@@ -555,18 +555,17 @@ class Window:
     def _choose_sums(self) -> None:
         """Decides which gradients stay sparse, the same on every worker."""
         model = self._model
-        asked, steps = model.sparse_sums, model.accumulation_schedule.largest
-        if self._replicas > 1 and model.adasum:
-            asked = False  # It compares dense gradients.
+        steps = model.accumulation_schedule.largest
         if self._workers > 1 or model.micro_batch_size is not None:
             steps = None  # A worker knows the rows of its own data at most.
         self.table_sums = tuple(
             table_sum(
                 variable.path,
                 spec,
-                asked=asked,
+                asked=model.sparse_sums,
                 steps=steps,
                 replicas=self._replicas,
+                has_adasum=self._replicas > 1 and model.adasum is not None,
             )
             for variable, spec in self._sparse_gradients()
         )
