@@ -1,5 +1,7 @@
 """Sums of sparse gradients: in the rows touched, and equal to dense ones."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tests.test_cases_sparse import (
 from tfaccum import reduction, sparse
 from tfaccum.accumulator import ReplicaSums
 from tfaccum.boost import AdaSum
+from tfaccum.train import report
 
 INDEX_BYTES = 8
 
@@ -585,6 +588,21 @@ def test_bad_arguments_and_the_config():
     assert model.get_compile_config()["sparse_sums"] is False
     with pytest.raises(ValueError, match="Received: sparse_sums='yes'"):
         toy.toy(sparse_sums="yes")
+
+
+def test_a_run_tells_how_tables_were_summed():
+    results = report.Results(
+        history={},
+        updates=1,
+        skipped_updates=0,
+        examples_per_second=1.0,
+        accumulator_bytes=8,
+        wall_time=1.0,
+        table_sums=("embedding/embeddings: sparse, because I say so",),
+    )
+    lines = report.table(results, pathlib.Path("there")).splitlines()
+    (line,) = (line for line in lines if line.startswith("sum of"))
+    assert line.endswith(" embedding/embeddings: sparse, because I say so")
 
 
 class FreezesTheTable:
