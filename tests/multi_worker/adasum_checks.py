@@ -78,7 +78,9 @@ def adasum(vectors, coefficients="tensor"):
     if coefficients == "model":
         return tree(vectors)
     parts = [np.split(v, [SIZES[0]]) for v in vectors]
-    return np.concatenate([tree(list(column)) for column in zip(*parts)])
+    return np.concatenate(
+        [tree(list(column)) for column in zip(*parts, strict=True)]
+    )
 
 
 def shares(batch, replicas):
@@ -93,7 +95,9 @@ def means(x, batch_size, steps, replicas):
         window = batches[start : start + steps]
         parts = [
             np.concatenate(column)
-            for column in zip(*(shares(b, replicas) for b in window))
+            for column in zip(
+                *(shares(b, replicas) for b in window), strict=True
+            )
         ]
         yield (
             [
