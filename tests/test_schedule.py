@@ -27,6 +27,7 @@ def test_k_of_each_update(steps, expected, text):
     schedule = AccumulationSchedule(steps)
     assert [schedule.at(update) for update in range(6)] == expected
     assert str(schedule).startswith(text)
+    assert schedule.largest == (None if callable(steps) else max(expected))
 
 
 def test_updates_alike():

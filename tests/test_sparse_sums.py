@@ -1,5 +1,7 @@
 """Sums of sparse gradients: in the rows touched, and equal to dense ones."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from tests.test_cases_sparse import (
 from tfaccum import reduction, sparse
 from tfaccum.accumulator import ReplicaSums
 from tfaccum.boost import AdaSum
+from tfaccum.train import report
 
 INDEX_BYTES = 8
 
@@ -79,6 +82,7 @@ def test_G1_sparse_sums_equal_the_dense_one_hot_model(name, replicas):
     "replicas,how",
     [
         (1, {"micro_batch_size": 1}),
+        (1, {"micro_batch_size": 2, "jit_compile": True}),
         (2, {}),  # No sums: the slices of one micro-step are gathered.
         (2, {"micro_batch_size": 1}),  # The last micro-step is worker 0's.
         (3, {"micro_batch_size": 2, "steps_per_execution": 2}),
@@ -261,6 +265,22 @@ def test_G3_a_table_of_5_million_rows_takes_its_rows_touched():
         tf.gather(table.embeddings, ids[:31]).numpy(), expected
     )
     assert np.count_nonzero(table.embeddings.numpy()) == 31 * width
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("how", [True, False])
+def test_nothing_of_the_size_of_the_table_is_made(how, steps):
+    """From the micro-step to the optimizer, on two replicas."""
+    model = embedding_model(
+        2,
+        OPTIMIZERS["sgd"],
+        gradient_accumulation_steps=steps,
+        sparse_sums=how,
+    )
+    with graphs.traced() as traced:
+        fit(model, epochs=1)
+    found = set().union(*(graphs.of_shape(g, TABLE.shape) for g in traced))
+    assert (found <= {"ReadVariableOp", "Identity"}) == how, found
 
 
 @pytest.mark.parametrize(
@@ -550,7 +570,10 @@ def test_adasum_takes_dense_gradients():
     model = fit(
         embedding_model(2, OPTIMIZERS["sgd"], replica_reduction="adasum")
     )
-    assert [t.is_sparse for t in model.table_sums] == [False]
+    (chosen,) = model.table_sums
+    assert str(chosen).endswith(
+        ": dense, because AdaSum compares dense gradients"
+    )
     with pytest.raises(ValueError, match="not be True with AdaSum"):
         embedding_model(
             2,
@@ -565,6 +588,21 @@ def test_bad_arguments_and_the_config():
     assert model.get_compile_config()["sparse_sums"] is False
     with pytest.raises(ValueError, match="Received: sparse_sums='yes'"):
         toy.toy(sparse_sums="yes")
+
+
+def test_a_run_tells_how_tables_were_summed():
+    results = report.Results(
+        history={},
+        updates=1,
+        skipped_updates=0,
+        examples_per_second=1.0,
+        accumulator_bytes=8,
+        wall_time=1.0,
+        table_sums=("embedding/embeddings: sparse, because I say so",),
+    )
+    lines = report.table(results, pathlib.Path("there")).splitlines()
+    (line,) = (line for line in lines if line.startswith("sum of"))
+    assert line.endswith(" embedding/embeddings: sparse, because I say so")
 
 
 class FreezesTheTable:

@@ -326,6 +326,14 @@ class MicroStep:
 
         def with_rows() -> Any:
             found = self._computes(rows, data)
+            # Here, since a compiled function forgets what is constant.
+            for trained, sums in zip(self.trained, found["sums"], strict=True):
+                sums["gradients"] = [
+                    _normalised(g, v)
+                    for g, v in zip(
+                        sums["gradients"], trained.variables, strict=True
+                    )
+                ]
             self.specs = tf.nest.map_structure(sparse.spec_of, found)
             return found
 
@@ -387,11 +395,7 @@ class MicroStep:
 
     def _weighted(self, backward: Backward) -> dict[str, Any]:
         """One optimizer's gradients, loss and weight, ready to be added."""
-        gradients = [
-            _normalised(g, v)
-            for g, v in zip(backward.gradients, backward.variables, strict=True)
-            if g is not None
-        ]
+        gradients = [g for g in backward.gradients if g is not None]
         dtypes = [reduction.accumulator_dtype(g.dtype) for g in gradients]
         widest = max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
         is_sum = backward.weight is None

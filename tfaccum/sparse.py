@@ -84,6 +84,7 @@ def table_sum(
     asked: bool | str = "auto",
     steps: int | None = None,
     replicas: int = 1,
+    has_adasum: bool = False,
 ) -> TableSum:
     """Chooses how the gradient of one table is summed.
 
@@ -93,7 +94,10 @@ def table_sum(
         asked: one of `SPARSE_SUMS`.
         steps: the most micro-steps of a window; None where that is not known.
         replicas: which add up their sums.
+        has_adasum: whether AdaSum combines them.
     """
+    if has_adasum:
+        return TableSum(path, False, "AdaSum compares dense gradients")
     if asked != "auto":
         return TableSum(path, bool(asked), f"sparse_sums={asked}")
     table = spec.shape[0]

@@ -253,7 +253,7 @@ def apply_update(
             )
         optimizer.apply_with_losses(strategy, gradients, variables, losses)
     else:
-        before = strategy.run(_values, args=(variables,))
+        before = combine_changes and strategy.run(_values, args=(variables,))
         with keras_private.reduced_gradients_only(optimizer):
             strategy.run(
                 lambda gradients: optimizer.apply(gradients, list(variables)),

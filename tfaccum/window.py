@@ -634,25 +634,25 @@ class Window:
     def _choose_sums(self) -> None:
         """Decides which gradients stay sparse, the same on every worker."""
         model = self._model
-        asked, steps = model.sparse_sums, model.accumulation_schedule.largest
-        if self._replicas > 1 and model.adasum:
-            asked = False  # It compares dense gradients.
+        found = self._sparse_gradients()
+        steps = model.accumulation_schedule.largest
         if self._workers > 1 or model.micro_batch_size is not None:
             steps = None  # A worker knows the rows of its own data at most.
         self.table_sums = tuple(
             table_sum(
                 variable.path,
                 spec,
-                asked=asked,
+                asked=model.sparse_sums,
                 steps=steps,
                 replicas=self._replicas,
+                has_adasum=self._replicas > 1 and model.adasum is not None,
             )
-            for variable, spec in self._sparse_gradients()
+            for variable, spec in found
         )
         self._sparse_ids = {
             id(variable)
             for (variable, _), chosen in zip(
-                self._sparse_gradients(), self.table_sums, strict=True
+                found, self.table_sums, strict=True
             )
             if chosen.is_sparse
         }
@@ -720,7 +720,8 @@ class Window:
 
         def of(variable: keras.Variable, spec: Any) -> Any:
             dtype = chosen or spec.dtype
-            if id(variable) in self._sparse_ids:
+            is_sparse = id(variable) in self._sparse_ids
+            if is_sparse and isinstance(spec, SparseSpec):
                 return SparseSpec(spec.shape, tf.as_dtype(dtype))
             return tf.TensorSpec(spec.shape, dtype)
 

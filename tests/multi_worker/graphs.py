@@ -67,6 +67,19 @@ def collectives(graph):
     return [op for op, _ in operations(graph) if op in COLLECTIVES]
 
 
+def of_shape(graph, shape):
+    """Types of all operations of a graph with a result of this shape."""
+    definition = graph.as_graph_def(add_shapes=True)
+    bodies = [f.node_def for f in definition.library.function]
+    return {
+        node.op
+        for nodes in (definition.node, *bodies)
+        for node in nodes
+        for found in node.attr["_output_shapes"].list.shape
+        if [dim.size for dim in found.dim] == list(shape)
+    }
+
+
 def collective_sizes(graph):
     """Elements of each all-reduce of a graph, listed by dtype."""
     definition = graph.as_graph_def(add_shapes=True)
