@@ -282,6 +282,32 @@ def test_the_minimum_of_the_subspace_is_found():
     )
 
 
+def test_n_steps_suffice_where_the_line_search_is_nearly_exact():
+    """With sigma = 1/2 a step is accepted on this side of the minimum only.
+
+    Steps that shrink by 1 % find it nearly, and after as many updates as the
+    subspace has dimensions, and not before, the loss is at its minimum there.
+    """
+    rng = np.random.default_rng(5)
+    axes, _ = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))
+    # Not flatter than 1, so that the first step, t = 1, is not too short.
+    f = Quadratic(axes @ np.diag(np.linspace(1, 4, SIZE)) @ axes.T)
+    rows = orthonormal(4)
+    P = rows.astype(np.float64)
+    nearest = np.linalg.solve(P @ f.A @ P.T, P @ (f.b - f.A @ f.start))
+    least = f(f.start + P.T @ nearest)
+    updates = Updates(
+        rows, f.start, f, alpha=0, sigma=0.5, rho=0.99, trials=200
+    )
+    above = []
+    for _ in range(4):
+        updates.update(f.gradient(updates.state()["w"]))
+        assert updates.state()["t"] > 0
+        left = f(updates.state()["w"]) - least
+        above.append(left / (f(f.start) - least))
+    assert above[-1] < 1e-5 < above[-2]
+
+
 # --- Its limits ------------------------------------------------------------
 
 
