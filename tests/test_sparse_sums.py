@@ -596,6 +596,7 @@ def test_a_run_tells_how_tables_were_summed():
         updates=1,
         skipped_updates=0,
         examples_per_second=1.0,
+        input_wait=0.0,
         accumulator_bytes=8,
         wall_time=1.0,
         table_sums=("embedding/embeddings: sparse, because I say so",),
