@@ -1,6 +1,7 @@
 """The benchmarks run, print what they promise, and count right.
 
-No time is asserted here. Each is run once, as small as it gets.
+No time is asserted here. Each is run once, as small as it gets; those that
+start many processes with the slow tests.
 """
 
 import functools
@@ -79,6 +80,7 @@ def test_step_time():
         assert row["torch"]["skipped"]
 
 
+@pytest.mark.slow
 def test_memory_of_batches_and_windows():
     rows = printed("memory")
     batch, by_steps = rows["memory_of_a_batch"], rows["memory_by_steps"]
@@ -89,6 +91,7 @@ def test_memory_of_batches_and_windows():
     assert all(row.keys() >= FROM for row in rows.values())
 
 
+@pytest.mark.slow
 def test_sums_take_what_the_parameters_take():
     sizes = {None: 0, "float32": 4, "bfloat16": 2, "float64": 8}
     cases = printed("memory")["memory_of_sums"]["cases"]
@@ -100,6 +103,7 @@ def test_sums_take_what_the_parameters_take():
         assert case["bytes"] == case["expected_bytes"] == 314 * size + beside
 
 
+@pytest.mark.slow
 def test_updates_leave_no_objects_and_no_traces():
     first, last = printed("memory")["memory_after_updates"]["after"]
     assert (first["updates"], last["updates"]) == (20, 60)
@@ -107,6 +111,7 @@ def test_updates_leave_no_objects_and_no_traces():
     assert first["objects"] == last["objects"] > 0
 
 
+@pytest.mark.slow
 def test_traces_and_nodes_do_not_depend_on_the_number_of_steps():
     rows = printed("start")
     first = rows["first_update"]
@@ -118,6 +123,7 @@ def test_traces_and_nodes_do_not_depend_on_the_number_of_steps():
     assert is_spread(rows["one_more_fit"]["ms"]["keras_8"])
 
 
+@pytest.mark.slow
 def test_profile_of_a_window():
     row = printed("window_profile")["window_profile"]
     assert row["windows"] == 2 and row.keys() >= FROM
@@ -245,6 +251,7 @@ def all_rows():
     return [NO_GPU] + [row for name in QUICK for row in printed(name).values()]
 
 
+@pytest.mark.slow
 def test_page_has_a_place_for_each_table():
     page = performance_report.PAGE.read_text()
     written = performance_report.written(page, all_rows())
@@ -263,6 +270,7 @@ def test_tables_are_markdown():
     ]
 
 
+@pytest.mark.slow
 def test_lines_of_a_gpu_become_text():
     step = printed("step_time")["step_time"]
     memory = printed("memory")["memory_of_a_batch"]
@@ -287,6 +295,7 @@ def test_a_page_without_a_place_is_refused():
         performance_report.written("", [{"what": "gpu", "skipped": "x"}])
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path):
     performance_report.plot(all_rows(), tmp_path / "bars.png")
     row = printed("window_profile")["window_profile"]
