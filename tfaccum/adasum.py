@@ -253,21 +253,17 @@ def _gathered(
         return [list(tensors)]
     if wire_dtype is None:
         return _gathered_as_they_are(tensors)
-    scales = [tf.ones([], t.dtype) for t in tensors]
-    if wire_dtype == "float16":
-        scales = [
-            reduction.float16_scale(tf.reduce_max(tf.abs(t))) for t in tensors
-        ]
+    scales = reduction.wire_scales(tensors, wire_dtype)
     sent = [
-        tf.cast(t * scale, wire_dtype)
+        reduction.as_sent(t, scale, wire_dtype)
         for t, scale in zip(tensors, scales, strict=True)
     ]
     received = _gathered_as_they_are([*sent, *scales])
     return [
         [
-            tf.cast(part, own.dtype) / scale
-            for part, scale, own in zip(
-                row[: len(sent)], row[len(sent) :], tensors, strict=True
+            reduction.as_received(part, scale, wire_dtype)
+            for part, scale in zip(
+                row[: len(sent)], row[len(sent) :], strict=True
             )
         ]
         for row in received
@@ -284,14 +280,8 @@ def _gathered_as_they_are(
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         sizes = [tensors[i].shape.num_elements() for i in places]
         packed = _flat([tensors[i] for i in places], dtype)
-        if dtype == tf.bfloat16:  # Which no collective gathers: as pairs.
-            packed = tf.pad(packed, [[0, sum(sizes) % 2]])
-            packed = tf.bitcast(tf.reshape(packed, [-1, 2]), tf.int32)
         gathered = reduction.from_each_replica(packed)
         rows = [gathered[r] for r in range(replicas)]  # Not copied.
-        if dtype == tf.bfloat16:
-            rows = [tf.reshape(tf.bitcast(row, dtype), [-1]) for row in rows]
-            rows = [row[: sum(sizes)] for row in rows]
         for replica, row in enumerate(rows):
             for place, part in zip(places, tf.split(row, sizes), strict=True):
                 found[replica][place] = tf.reshape(part, tensors[place].shape)

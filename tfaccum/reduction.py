@@ -118,9 +118,7 @@ def from_each_replica(tensors: Any) -> Any:
     )
     if context.num_replicas_in_sync == 1:
         return rows
-    return tf.nest.map_structure(
-        lambda row: context.all_gather(row, axis=0), rows
-    )
+    return tf.nest.map_structure(sparse.gathered, rows)
 
 
 def all_reduce_gradients(
@@ -153,36 +151,54 @@ def all_reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return gradients, others
     flat = tf.nest.flatten(gradients)
-    scales = [tf.ones([], g.dtype) for g in flat]
-    if wire_dtype == "float16":
-        # The sum of the replicas' largest is never less than that of the sum.
-        peaks = all_reduce_sum([_peak(g) for g in flat])
-        scales = [float16_scale(peak) for peak in peaks]
-    sent = [_sent(g, s, wire_dtype) for g, s in zip(flat, scales, strict=True)]
+    # The sum of the replicas' largest is never less than that of the sum.
+    scales = wire_scales(flat, wire_dtype, all_reduce_sum)
+    sent = [
+        as_sent(g, s, wire_dtype) for g, s in zip(flat, scales, strict=True)
+    ]
     tables = [i for i, g in enumerate(flat) if isinstance(g, tf.IndexedSlices)]
     dense = [i for i in range(len(flat)) if i not in tables]
     received, others = all_reduce_sum(([sent[i] for i in dense], others))
     for i, total in zip(dense, received, strict=True):
-        flat[i] = _received(total, scales[i], wire_dtype)
+        flat[i] = as_received(total, scales[i], wire_dtype)
     parts = sparse.of_replicas([sent[i] for i in tables]) if tables else []
     for i, *of_table in zip(tables, *parts, strict=True):
         flat[i] = sparse.added(
-            [_received(part, scales[i], wire_dtype) for part in of_table]
+            [as_received(part, scales[i], wire_dtype) for part in of_table]
         )
     return tf.nest.pack_sequence_as(gradients, flat), others
 
 
-def _sent(gradient: Gradient, scale: tf.Tensor, wire_dtype: Any) -> Gradient:
+def wire_scales(
+    gradients: Sequence[Gradient],
+    wire_dtype: Any,
+    common: Callable[[list[tf.Tensor]], list[tf.Tensor]] = list,
+) -> list[tf.Tensor]:
+    """What each gradient is multiplied by to travel: 1 but in float16.
+
+    Args:
+        gradients: tensors or IndexedSlices.
+        wire_dtype: "bfloat16", "float16" or None.
+        common: makes of the largest elements those that scales are chosen by.
+
+    Context: replica.
+    """
+    if wire_dtype != "float16":
+        return [tf.ones([], g.dtype) for g in gradients]
+    return [float16_scale(peak) for peak in common(list(map(_peak, gradients)))]
+
+
+def as_sent(gradient: Gradient, scale: tf.Tensor, wire_dtype: Any) -> Gradient:
     """A gradient as it travels."""
     if wire_dtype is None:
         return gradient
     return of_values(gradient, lambda g: tf.cast(g * scale, wire_dtype))
 
 
-def _received(
+def as_received(
     gradient: Gradient, scale: tf.Tensor, wire_dtype: Any
 ) -> Gradient:
-    """What `_sent` was given, or a sum of it."""
+    """What `as_sent` was given, or a sum of it."""
     if wire_dtype is None:
         return gradient
     return of_values(gradient, lambda g: tf.cast(g, scale.dtype) / scale)

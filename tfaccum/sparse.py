@@ -184,7 +184,7 @@ def _indices_of_replicas(
     """Several vectors of int64, replica by replica; lengths travel ahead."""
     number = len(indices)
     counts = [tf.size(i, tf.int64) for i in indices]
-    packed = _gathered(tf.concat([counts, *indices], 0))
+    packed = gathered(tf.concat([counts, *indices], 0))
     found = []
     for _ in range(_num_replicas()):
         counts, packed = packed[:number], packed[number:]
@@ -214,7 +214,7 @@ def _rows_of_replicas(
     flat += [tf.reshape(v, [-1]) for v in values]
     every = len(flat)
     parts = tf.split(
-        _gathered(tf.concat(flat, 0)),
+        gathered(tf.concat(flat, 0)),
         list(itertools.chain.from_iterable(sizes)),
         num=every * len(sizes),
     )
@@ -233,11 +233,14 @@ def _num_replicas() -> int:
     return tf.distribute.get_replica_context().num_replicas_in_sync
 
 
-def _gathered(tensor: tf.Tensor) -> tf.Tensor:
-    """The replicas' vectors, of any lengths, one behind the other."""
+def gathered(tensor: tf.Tensor) -> tf.Tensor:
+    """The replicas' tensors, of any lengths, one behind the other.
+
+    Context: replica.
+    """
     context = tf.distribute.get_replica_context()
     if tensor.dtype == tf.bfloat16:  # Which no collective gathers.
-        bits = _gathered(tf.bitcast(tensor, tf.float16))
+        bits = gathered(tf.bitcast(tensor, tf.float16))
         return tf.bitcast(bits, tf.bfloat16)
     return context.all_gather(tf.identity(tensor), axis=0)
 
