@@ -19,7 +19,7 @@ PACKAGE = "tfaccum"
 # Imports point one way: a room imports from its own row or from one above.
 # Inside a row, no two rooms may import each other.
 LAYERS = (
-    ("batching", "schedule", "versions"),
+    ("batching", "files", "schedule", "versions"),
     ("cluster", "rendezvous", "strategy"),
     (
         "adasum",
@@ -60,6 +60,7 @@ PRIVATE_ROOM = "keras_private"
 STANDARD_LIBRARY_ONLY = {
     "batching",
     "cluster",
+    "files",
     "rendezvous",
     "schedule",
     "versions",

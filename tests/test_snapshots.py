@@ -121,7 +121,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshots, "_flush", fail)
+    monkeypatch.setattr(snapshots, "flush", fail)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, 2)
     assert len(list(tmp_path.iterdir())) == 1

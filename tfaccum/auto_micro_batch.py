@@ -8,7 +8,6 @@ micro-batches, and take the same batches, which are still held, again.
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tfaccum import agreement
 from tfaccum import strategy as strategies
 from tfaccum.batching import check_count
 from tfaccum.feeding import Source
+from tfaccum.files import replacing
 from tfaccum.window import Window
 
 FILE = "micro_batch_size.json"
@@ -117,16 +117,13 @@ class MicroBatchSearch:
         strategy = window.strategy
         while True:
             before = window.remember()
-            begun, error = None, None
+            begun, mine = None, "0:"
             try:
                 begun = micro_steps(source.iterator)
-            except tf.errors.ResourceExhaustedError as caught:
-                error = caught
-            whole = source.largest_share(batches)
-            used = min(self.size or whole, whole)
-            told = agreement.exchange(
-                strategy, f"{used if error else 0}:{error and error.message}"
-            )
+            except tf.errors.ResourceExhaustedError as error:
+                whole = source.largest_share(batches)
+                mine = f"{min(self.size or whole, whole)}:{error.message}"
+            told = agreement.exchange(strategy, mine)
             sizes = [int(text.partition(":")[0]) for text in told]
             if not any(sizes):
                 break
@@ -165,6 +162,7 @@ class MicroBatchSearch:
             return
         path = Path(self._how.directory, FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({"micro_batch_size": self.size}) + "\n")
-        os.replace(new, path)
+        with replacing(path) as partial:
+            partial.write_text(
+                json.dumps({"micro_batch_size": self.size}) + "\n"
+            )

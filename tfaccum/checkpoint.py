@@ -23,6 +23,7 @@ import numpy as np
 from tfaccum import agreement, loss_scale
 from tfaccum import strategy as strategies
 from tfaccum.batching import check_count
+from tfaccum.files import replacing
 from tfaccum.run import Position, Run
 from tfaccum.snapshots import Snapshot, Snapshots
 from tfaccum.state import TrainingState
@@ -153,7 +154,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._is_asked_to_end = False
         self._state = TrainingState(model)
         self._described = self._what_must_not_change()
-        self._run.pauses_every = self._every
+        if self._every is not None:
+            self._run.pause_every(self._every)
         snapshot = self._found()
         facts = self._told_by_the_first(snapshot and snapshot.facts)
         if facts is None:
@@ -293,7 +295,8 @@ class Checkpoint(keras.callbacks.Callback):
             text = json.dumps(config, indent=1)
         except (NotImplementedError, TypeError, ValueError):
             return  # `load` says so when it is asked.
-        _replace(self._model_dir / MODEL, text)
+        with replacing(self._model_dir / MODEL) as partial:
+            partial.write_text(text)
 
     # --- While it goes on --------------------------------------------------
 
@@ -372,7 +375,8 @@ class Checkpoint(keras.callbacks.Callback):
         if best is not None:
             name, value = best
             note = {"checkpoint": path.name, "name": name, "value": value}
-            _replace(self._model_dir / BEST, json.dumps(note))
+            with replacing(self._model_dir / BEST) as partial:
+                partial.write_text(json.dumps(note))
         self._snapshots.keep(self._keep, also=_best_path(self._model_dir))
 
     def _others(self) -> list[Any]:
@@ -555,10 +559,3 @@ def _set_state(callback: Any, state: Any) -> None:
 def _plain(value: Any) -> Any:
     """Numbers of numpy and TensorFlow as JSON has them."""
     return np.asarray(value).tolist()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a small file so that it is old or new, never half."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text)
-    aside.replace(path)

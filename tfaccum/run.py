@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 from tfaccum.cluster import EXIT_PREEMPTED
@@ -99,6 +100,13 @@ class Run:
         self.is_stopped = is_stopped
         if shuffle_seed is not None:
             self._source.shuffle_seed = shuffle_seed
+
+    def pause_every(self, updates: int) -> None:
+        """Gives callbacks control after each Nth update.
+
+        Where several ask, after each that one of them has asked for.
+        """
+        self.pauses_every = math.gcd(self.pauses_every or 0, updates)
 
     def preempt(self) -> None:
         """Asks to end after this update, on all workers, to go on later.

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfaccum.files import flush
+
 FORMAT = 1
 
 _NAME = re.compile(r"update-\d{8,}-epoch-\d{4,}-batch-\d{6,}")
@@ -109,14 +111,14 @@ class Snapshots:
             text = json.dumps(manifest, indent=1)
             (partial / _MANIFEST).write_text(text)
             for path in partial.iterdir():
-                _flush(path)
-            _flush(partial)
+                flush(path)
+            flush(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(final, ignore_errors=True)  # The same, or damaged.
         partial.rename(final)
-        _flush(self._directory)
+        flush(self._directory)
         return final
 
     def newest(self) -> tuple[Snapshot | None, list[str]]:
@@ -195,12 +197,3 @@ def _described(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 20):
             digest.update(block)
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _flush(path: Path) -> None:
-    """Makes what was written to a file or directory survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

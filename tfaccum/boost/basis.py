@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfaccum import reduction
 from tfaccum import strategy as strategies
+from tfaccum.files import replacing
 
 _DIRECTIONS = "directions/"
 
@@ -136,17 +137,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
         OSError: if the disk is full, for instance.
     """
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with replacing(path) as partial, open(partial, "wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # The new name, too, survives a power cut.
-    finally:
-        os.close(handle)
 
 
 class Subspace:

@@ -76,8 +76,8 @@ class RecordTrajectory(keras.callbacks.Callback):
             return
         self._has_begun = True
         run = self.model.current_run
-        if self._every:  # Others may want pauses as well.
-            run.pauses_every = math.gcd(run.pauses_every or 0, self._every)
+        if self._every:
+            run.pause_every(self._every)
         self._recorded_at = run.num_updates
         if self._is_first_worker():
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -228,17 +228,18 @@ def _fill(
     mean = np.zeros(samples.shape[1])
     for index, path in enumerate(paths):
         with np.load(path) as file:
-            found = {name: file[name].shape for name in file.files}
-            if found != shapes:
-                differ = sorted(set(found.items()) ^ set(shapes.items()))
-                raise ValueError(
-                    "`directory` must hold samples of the same variables. "
-                    f"Received: {path.name} and {paths[0].name} differ in "
-                    f"{differ}."
-                )
-            np.concatenate(
-                [file[name].ravel() for name in shapes], out=samples[index]
+            weights = dict(file)
+        found = {name: values.shape for name, values in weights.items()}
+        if found != shapes:
+            differ = sorted(set(found.items()) ^ set(shapes.items()))
+            raise ValueError(
+                "`directory` must hold samples of the same variables. "
+                f"Received: {path.name} and {paths[0].name} differ in "
+                f"{differ}."
             )
+        np.concatenate(
+            [weights[name].ravel() for name in shapes], out=samples[index]
+        )
         mean += samples[index]
     mean /= len(samples)
     total = 0.0
