@@ -38,13 +38,6 @@ class Times(keras.callbacks.Callback):
         self.since = now
 
 
-def timed(function):
-    """Seconds of one call."""
-    since = time.perf_counter()
-    function()
-    return time.perf_counter() - since
-
-
 def main():
     """Measures, and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -67,15 +60,15 @@ def main():
             """Measures once."""
             state = TrainingState(self.model)
             arrays = state.read()
-            found["copy"].append(timed(state.read))
+            copied, _ = benchmarks.timed(state.read)
+            found["copy"].append(copied)
             with tempfile.TemporaryDirectory() as folder:
-                found["write"].append(
-                    timed(
-                        lambda: Snapshots(folder).write(
-                            arrays, {}, update=1, epoch=0, batch=0
-                        )
+                written, _ = benchmarks.timed(
+                    lambda: Snapshots(folder).write(
+                        arrays, {}, update=1, epoch=0, batch=0
                     )
                 )
+                found["write"].append(written)
 
     def fit(*callbacks):
         times = Times()

@@ -244,27 +244,10 @@ def test_D6_mixed_float16_under_mirrored_strategy():
 # --- D7: sparse gradients -------------------------------------------------
 
 
-class MeanOfRows(tfaccum.Model):
-    """An embedding of ragged rows of ids; the loss is the mean over rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(
-            100, 4, embeddings_initializer="zeros"
-        )
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            vectors = self.table(data.values)
-            loss = tf.reduce_sum(vectors) / tf.cast(data.nrows(), tf.float32)
-        self.accumulate(tape, loss, weight=data.nrows())
-        return {}
-
-
 def test_D7_replicas_with_different_numbers_of_ids():
     ragged = tf.ragged.constant([[1, 1, 2, 3, 99, 1], [2, 7]])
     with toy.strategy_of(2).scope():
-        model = MeanOfRows()
+        model = toy.MeanOfRows()
         model.table.build()
         model.compile(keras.optimizers.SGD(1.0))
     model.fit(tf.data.Dataset.from_tensors(ragged), verbose=0)

@@ -114,29 +114,12 @@ def test_one_example_per_batch_leaves_a_replica_without_rows(replicas):
     )
 
 
-class MeanOfRows(tfaccum.Model):
-    """An embedding of ragged rows of ids; the loss is the mean over rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(
-            100, 4, embeddings_initializer="zeros"
-        )
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            vectors = self.table(data.values)
-            loss = tf.reduce_sum(vectors) / tf.cast(data.nrows(), tf.float32)
-        self.accumulate(tape, loss, weight=data.nrows())
-        return {}
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_rows_of_replicas_differ_and_may_be_none_at_all(steps):
     """The last batch has rows without ids, so that no replica has a slice."""
     batches = [[[1, 1, 2, 3, 99, 1], [2]], [[], [7, 7]], [[], []]]
     with toy.strategy_of(2).scope():
-        model = MeanOfRows()
+        model = toy.MeanOfRows()
         model.table.build()
         model.compile(
             keras.optimizers.SGD(1.0, momentum=0.5),

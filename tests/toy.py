@@ -71,6 +71,42 @@ class EachUpdate(keras.callbacks.Callback):
         return [getattr(update, name) for update in self.updates]
 
 
+class Stopped(Exception):
+    """What `StopAfter` raises."""
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Ends `fit` as a crash would, after so many train calls."""
+
+    runs_last = True
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls -= 1
+        if not self.calls:
+            raise Stopped
+
+
+class MeanOfRows(tfaccum.Model):
+    """An embedding of ragged rows of ids; the loss is the mean over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(
+            100, 4, embeddings_initializer="zeros"
+        )
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            vectors = self.table(data.values)
+            loss = tf.reduce_sum(vectors) / tf.cast(data.nrows(), tf.float32)
+        self.accumulate(tape, loss, weight=data.nrows())
+        return {}
+
+
 def strategy_of(replicas):
     """No strategy for one replica, MirroredStrategy for more."""
     if replicas == 1:

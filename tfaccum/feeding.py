@@ -7,10 +7,10 @@ replica and micro-step, cut from the dataset's batches:
 
 `rows` (int32) counts the examples of this element, or is left for
 `next_elements` to count; `last` (bool) says that the micro-step ends a dataset
-batch. After the last batch the stream goes on
-for ever with elements of `rows` = -1: an endless dataset needs no question to
-the other workers whether they still have data, and a worker that has run out
-still takes part in the last update, with weight zero.
+batch. After the last batch the stream goes on for ever with elements of `rows`
+= -1: an endless dataset needs no question to the other workers whether they
+still have data, and a worker that has run out still takes part in the last
+update, with weight zero.
 """
 
 import functools

@@ -74,10 +74,9 @@ class Updates(keras.callbacks.Callback):
 # --- In a window -----------------------------------------------------------
 
 
-def trained(replicas, x, batch_size, steps, optimizer=None, **how):
+def trained(replicas, x, batch_size, steps, **how):
     model = build(
         toy.strategy_of(replicas),
-        optimizer,
         gradient_accumulation_steps=steps,
         **how,
     )
@@ -133,11 +132,9 @@ def test_one_worker_is_averaged_in_the_hierarchical_form():
 def test_changes_of_optimizers_of_their_own(replicas, coefficients):
     x = rows(37)
     strategy = toy.strategy_of(replicas)
-    with strategy.scope():
-        optimizer = twin.with_momentum()
     model = build(
         strategy,
-        optimizer,
+        twin.with_momentum,
         gradient_accumulation_steps=2,
         replica_reduction=AdaSum("delta", coefficients),
     )
@@ -149,7 +146,7 @@ def test_changes_of_optimizers_of_their_own(replicas, coefficients):
     momenta = [
         copy.numpy()
         for copy in strategy.experimental_local_results(
-            optimizer.momentums[0].value
+            model.optimizer.momentums[0].value
         )
     ]
     assert not np.array_equal(momenta[0], momenta[1])
@@ -183,12 +180,9 @@ def test_one_bad_replica_drops_the_window(form, bad):
     """The verdict comes first: nothing of the second window is applied."""
     x = rows(24)
     x[15] = bad  # On the second replica.
-    strategy = toy.strategy_of(2)
-    with strategy.scope():
-        optimizer = twin.with_momentum()
     model = build(
-        strategy,
-        optimizer,
+        toy.strategy_of(2),
+        twin.with_momentum,
         gradient_accumulation_steps=2,
         replica_reduction=AdaSum(form),
     )
@@ -310,11 +304,10 @@ def test_moments_of_each_replica_are_resumed(tmp_path):
 
     def run(directory, *epochs):
         for end in epochs:
-            strategy = toy.strategy_of(2)
-            with strategy.scope():
-                optimizer = twin.with_momentum()
             model = build(
-                strategy, optimizer, replica_reduction=AdaSum("delta")
+                toy.strategy_of(2),
+                twin.with_momentum,
+                replica_reduction=AdaSum("delta"),
             )
             checkpoint = tfaccum.Checkpoint(directory, save_every_updates=1)
             fit(model, rows(24), 8, epochs=end, callbacks=[checkpoint])

@@ -268,23 +268,6 @@ class AllStates(keras.callbacks.Callback):
         )
 
 
-class Stop(Exception):
-    pass
-
-
-class StopAfter(keras.callbacks.Callback):
-    runs_last = True
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls -= 1
-        if not self.calls:
-            raise Stop
-
-
 @pytest.mark.parametrize("replicas, sharded", [(1, False), (2, True)])
 def test_a_run_that_goes_on_is_the_same_to_the_bit(tmp_path, replicas, sharded):
     def model():
@@ -300,10 +283,10 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(tmp_path, replicas, sharded):
     for calls in (4, 3, None):
         states = AllStates()
         saver = tfaccum.Checkpoint(tmp_path / "run", save_every_updates=1)
-        others = [StopAfter(calls)] if calls else []
+        others = [toy.StopAfter(calls)] if calls else []
         try:
             fit(model(), states, saver, *others, epochs=3)
-        except Stop:
+        except toy.Stopped:
             pass
     assert len(whole.seen) == 9
     assert states.seen == whole.seen[7:]

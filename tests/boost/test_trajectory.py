@@ -134,23 +134,6 @@ def test_an_update_that_is_skipped_is_not_recorded_again(tmp_path):
     assert list(read(tmp_path)) == [0, 1]
 
 
-class Stop(Exception):
-    pass
-
-
-class StopAfter(keras.callbacks.Callback):
-    runs_last = True
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.calls -= 1
-        if not self.calls:
-            raise Stop
-
-
 @pytest.mark.parametrize("every, save_every", [(None, None), (2, 3)])
 def test_a_run_that_goes_on_records_the_same(tmp_path, every, save_every):
     def run(name, *others):
@@ -162,13 +145,13 @@ def test_a_run_that_goes_on_records_the_same(tmp_path, every, save_every):
 
     run("whole")
     for calls in (5, 4):
-        with pytest.raises(Stop):
+        with pytest.raises(toy.Stopped):
             run(
                 "cut",
                 tfaccum.Checkpoint(
                     tmp_path / "run", save_every_updates=save_every
                 ),
-                StopAfter(calls),
+                toy.StopAfter(calls),
             )
     # Of a process that was killed.
     (tmp_path / "cut" / "update-00000099.npz.partial").write_bytes(b"half")

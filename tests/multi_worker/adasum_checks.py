@@ -23,6 +23,7 @@ def rows(count, seed=0):
 
 
 def build(strategy, optimizer=None, **how):
+    """The model, compiled; `optimizer` is called under the strategy."""
     with strategy.scope():
         inputs = keras.Input((sum(SIZES),))
         first, second = (
@@ -34,7 +35,9 @@ def build(strategy, optimizer=None, **how):
         outputs = first(inputs[:, : SIZES[0]]) + second(inputs[:, SIZES[0] :])
         model = tfaccum.Model(inputs, outputs)
         model.compile(
-            optimizer or keras.optimizers.SGD(1.0), toy.product, **how
+            optimizer() if optimizer else keras.optimizers.SGD(1.0),
+            toy.product,
+            **how,
         )
     return model
 
@@ -156,13 +159,9 @@ def every_kind(strategy):
     found = {}
     for form in ("gradient", "delta"):
         for hierarchical in (False, True):
-            optimizer = None
-            if form == "delta":
-                with strategy.scope():
-                    optimizer = with_momentum()
             model = build(
                 strategy,
-                optimizer,
+                with_momentum if form == "delta" else None,
                 gradient_accumulation_steps=2,
                 replica_reduction=AdaSum(form, hierarchical=hierarchical),
             )

@@ -12,7 +12,7 @@ from typing import Any
 from absl import logging
 
 from tfaccum.batching import BatchPlan
-from tfaccum.schedule import AccumulationSchedule
+from tfaccum.schedule import AccumulationSchedule, Steps
 from tfaccum.train.options import Options, UsageError
 
 
@@ -317,17 +317,19 @@ def _accumulation(plan: BatchPlan, options: Options) -> dict[str, Any]:
     if options.cut_batches:
         arguments["micro_batch_size"] = plan.micro_batch_size
     else:
-        steps = [(0, plan.gradient_accumulation_steps)]
-        arguments["gradient_accumulation_steps"] = (
-            [*steps, *options.accumulation_schedule]
-            if options.accumulation_schedule
-            else plan.gradient_accumulation_steps
-        )
+        arguments["gradient_accumulation_steps"] = _steps(plan, options)
     if options.auto_micro_batch:
         arguments["micro_batch_size"] = AutoMicroBatch(
             start=plan.micro_batch_size, directory=str(options.model_dir)
         )
     return arguments
+
+
+def _steps(plan: BatchPlan, options: Options) -> Steps:
+    """K of the plan, and what it becomes later."""
+    steps = plan.gradient_accumulation_steps
+    later = options.accumulation_schedule
+    return [(0, steps), *later] if later else steps
 
 
 def _describe(plan: BatchPlan, options: Options) -> str:
@@ -352,12 +354,7 @@ def _num_updates(train: Any, plan: BatchPlan, options: Options) -> int | None:
         return None
     if options.cut_batches:
         return batches * options.epochs
-    schedule = AccumulationSchedule(
-        [
-            (0, plan.gradient_accumulation_steps),
-            *options.accumulation_schedule,
-        ]
-    )
+    schedule = AccumulationSchedule(_steps(plan, options))
     updates = 0
     for _ in range(options.epochs):
         left = batches
