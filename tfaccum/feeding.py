@@ -3,7 +3,7 @@
 Whatever `fit` is given becomes a stream of micro-batches, one element per
 replica and micro-step, cut from the dataset's batches:
 
-    (rows, last, data)
+    ((rows, last), data)
 
 `rows` (int32) counts the examples of this element, or is left for
 `next_elements` to count; `last` (bool) says that the micro-step ends a dataset
@@ -103,16 +103,14 @@ def micro_batch_stream(
         )
     if replicas == 1 and micro_batch_size is None:
         stream = tf.data.Dataset.zip(
-            _always(tf.constant(_UNCOUNTED)),
-            _always(tf.constant(True)),
-            dataset,
+            _always((tf.constant(_UNCOUNTED), tf.constant(True))), dataset
         )
     else:
         stream = dataset.flat_map(
             lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
         )
-    tail = tf.data.Dataset.from_tensors(nothing(stream.element_spec)).repeat()
-    stream = stream.concatenate(tail).prefetch(2 * replicas)
+    stream = stream.concatenate(_always(nothing(stream.element_spec)))
+    stream = stream.prefetch(2 * replicas)
     options = tf.data.Options()
     # With autotuning, deleting an iterator that has not come to its end waits
     # for a thread that may sleep for more than a minute.
@@ -125,9 +123,8 @@ def next_elements(
 ) -> tuple[tuple, tuple, tuple]:
     """The next micro-step's (rows, last, data), each a tuple over replicas."""
     replicas = strategies.num_local_replicas(strategy)
-    rows, last, data = zip(
-        *(next(iterator) for _ in range(replicas)), strict=True
-    )
+    counts, data = zip(*(next(iterator) for _ in range(replicas)), strict=True)
+    rows, last = zip(*counts, strict=True)
     counted = tuple(
         tf.where(number == _UNCOUNTED, _num_rows(batch), number)
         for number, batch in zip(rows, data, strict=True)
@@ -135,8 +132,8 @@ def next_elements(
     return counted, last, data
 
 
-def _always(value: tf.Tensor) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensors(value).repeat()
+def _always(element: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(element).repeat()
 
 
 def any_number_of_rows(batch: Any) -> tf.data.Dataset:
@@ -240,11 +237,8 @@ def _cut(
         index = tf.cast(index, tf.int32)
         start = _boundary(rows, index, parts)
         end = _boundary(rows, index + 1, parts)
-        return (
-            end - start,
-            index // replicas == steps - 1,
-            _rows(batch, start, end),
-        )
+        is_last = index // replicas == steps - 1
+        return (end - start, is_last), _rows(batch, start, end)
 
     return tf.data.Dataset.range(tf.cast(parts, tf.int64)).map(part)
 
@@ -279,9 +273,9 @@ def nothing(element_spec: Any) -> Any:
             return keras_private.empty_optional(spec)
         return None
 
-    _, _, data_spec = element_spec
+    _, data_spec = element_spec
     data = tf.nest.map_structure(zeros, data_spec, expand_composites=False)
-    return tf.constant(NO_MORE_DATA, tf.int32), tf.constant(True), data
+    return (tf.constant(NO_MORE_DATA, tf.int32), tf.constant(True)), data
 
 
 class Source:
@@ -509,7 +503,10 @@ class Source:
             if self._holds:
                 self._replay = Replay(dataset)
                 dataset = self._replay.dataset()
-            self._iterator = iter(self._new_stream(dataset))
+            # Making a dataset takes longer than many a step.
+            is_same = dataset is self._dataset
+            stream = self._stream if is_same else self._new_stream(dataset)
+            self._iterator = iter(stream)
             self._left = self._available and self._available - used
         elif skipped:
             self._read(skipped)

@@ -443,4 +443,6 @@ def _normalised(gradient: Gradient, variable: keras.Variable) -> Gradient:
             tf.cast(gradient.indices, tf.int64),
             tf.constant(list(variable.shape), tf.int64),
         )
+    if gradient.shape == variable.shape:
+        return gradient
     return tf.ensure_shape(gradient, variable.shape)

@@ -170,7 +170,7 @@ class Window:
         """
         if self._whole:
             self._whole.prepare(element_spec)
-        rows, _, data = element_spec
+        (rows, _), data = element_spec
         replicas = strategies.num_local_replicas(self._strategy)
         self._spec = element_spec
         if self._traced is None:
@@ -287,7 +287,7 @@ class Window:
         runs = ~stops | (self._step.communicates & (self._workers > 1))
         # Only a search looks at a micro-batch again.
         none_yet = self._no_elements() if self._searches else []
-        rows, _, data = self._spec
+        (rows, _), data = self._spec
         specs = [(rows, data)] * len(none_yet)
         _, more, wait, kept = tf.while_loop(
             lambda done, more, *_: (done < batches) & more,
@@ -315,7 +315,7 @@ class Window:
     def _no_elements(self) -> list[tuple]:
         """What each replica of this worker has before the first micro-step."""
         replicas = strategies.num_local_replicas(self._strategy)
-        rows, _, data = feeding.nothing(self._spec)
+        (rows, _), data = feeding.nothing(self._spec)
         return [(rows, data)] * replicas
 
     def _next(self, iterator: Any) -> tuple[Any, ...]:
