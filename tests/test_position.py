@@ -333,7 +333,7 @@ def assert_same_elements(source, expected):
 def elements(iterator, limit=100):
     """(rows, data) until there are no more, of a stream that is not cut."""
     found = []
-    for rows, _, batch in itertools.islice(iterator, limit):
+    for (rows, *_), batch in itertools.islice(iterator, limit):
         if int(rows) == NO_MORE_DATA:
             break
         found.append((int(rows), batch))
@@ -405,7 +405,7 @@ source = Source(tf.distribute.get_strategy(), np.arange(30), shuffle=True,
 orders = []
 for epoch in range(2):
     order = []
-    for rows, _, x in source.begin_epoch(epoch, skip_batches=1):
+    for (rows, *_), x in source.begin_epoch(epoch, skip_batches=1):
         if rows == NO_MORE_DATA:
             break
         order += x.numpy().tolist()
@@ -550,7 +550,7 @@ def test_rest_of_an_epoch_in_micro_batches_on_two_replicas():
     source = make("dataset", replicas=2, micro_batch_size=1)
     found = [
         (int(rows), bool(last), np.ravel(x).tolist())
-        for rows, last, (x, _) in itertools.islice(
+        for (rows, last, *_), (x, _) in itertools.islice(
             source.begin_epoch(0, skip_batches=2), 8
         )
     ]
