@@ -625,6 +625,102 @@ def test_first_epoch_of_a_source_without_a_position():
     assert xs(source.begin_epoch(6), limit=3) == [BATCHES[3], *BATCHES[:2]]
 
 
+# --- Short epochs in one iterator ------------------------------------------
+
+
+class Recorded:
+    """Epochs of (100 * epoch + batch), of the sizes that are given."""
+
+    def __init__(self, sizes):
+        self.sizes, self.asked = sizes, []
+
+    def epoch(self, epoch, *, worker, num_workers, skip_batches=0):
+        self.asked.append((epoch, skip_batches))
+        size = self.sizes[epoch]
+        made = toy.batches(*([100 * epoch + n] for n in range(size or 1)))
+        return made.take(size).skip(skip_batches)
+
+
+def by_epochs(source, first, end, skipped=0):
+    """What each epoch gives, read as `fit` does; and the iterators."""
+    found, iterators = [], []
+    for epoch in range(first, end):
+        iterator = source.begin_epoch(epoch, skipped, end)
+        batches = xs(iterator, limit=source.num_batches - skipped)
+        source.end_epoch(len(batches) + skipped, exhausted=False)
+        found.append(sum(batches, []))
+        if iterator not in iterators:
+            iterators.append(iterator)
+        skipped = 0
+    return found, iterators
+
+
+def test_short_epochs_are_of_one_iterator():
+    data = Recorded([3] * 20)
+    source = Source(toy.strategy_of(1), data)
+    found, iterators = by_epochs(source, 1, 20)
+    assert found == [[100 * e, 100 * e + 1, 100 * e + 2] for e in range(1, 20)]
+    assert len(iterators) == 3  # Of 8, 8 and 3 epochs.
+    # Each epoch is asked for once, but for the first look.
+    assert data.asked == [(0, 0), *((epoch, 0) for epoch in range(1, 20))]
+
+
+def test_short_epochs_from_the_middle_of_one():
+    source = Source(toy.strategy_of(1), Recorded([3] * 5))
+    found, iterators = by_epochs(source, 1, 4, skipped=2)
+    assert found == [[102], [200, 201, 202], [300, 301, 302]]
+    assert len(iterators) == 1
+
+
+def test_short_epochs_of_shuffled_arrays():
+    source = shuffled_source()
+    found, iterators = by_epochs(source, 0, 3)
+    assert found == [permutation(20, SEED, e).tolist() for e in range(3)]
+    assert len(iterators) == 1
+
+
+def test_one_iterator_ends_where_an_epoch_is_left_or_taken_again():
+    source = Source(toy.strategy_of(1), Recorded([3] * 9))
+    first = source.begin_epoch(0, end=9)
+    assert xs(first, limit=2) == [[0], [1]]
+    source.end_epoch(2, exhausted=False)
+    assert xs(source.begin_epoch(1, 0, 9), limit=3) == [[100], [101], [102]]
+    source.end_epoch(3, exhausted=False)
+    # Not the one that comes next.
+    assert xs(source.begin_epoch(5, 0, 9), limit=1) == [[500]]
+    source.end_epoch(3, exhausted=False)
+    assert xs(source.begin_epoch(6, 1, 9), limit=1) == [[601]]
+
+
+@pytest.mark.parametrize("sizes", [[101] * 3, [3, 4, 3], [0, 0, 0]])
+def test_epochs_that_are_long_or_differ_are_begun_anew(sizes):
+    source = Source(toy.strategy_of(1), Recorded(sizes))
+    found = []
+    for epoch in range(3):
+        found.append(xs(source.begin_epoch(epoch, end=3), limit=300))
+        source.end_epoch(len(found[-1]), exhausted=True)
+    assert found == [
+        [[100 * epoch + n] for n in range(size)]
+        for epoch, size in enumerate(sizes)
+    ]
+
+
+def test_a_worker_with_less_data_begins_each_epoch_anew(monkeypatch):
+    """The other one has 5 batches, so that an epoch has 5."""
+    monkeypatch.setattr(
+        "tfaccum.agreement.exchange", lambda _, mine: [mine, "5"]
+    )
+    source = Source(toy.strategy_of(1), Recorded([3] * 3))
+    assert source.num_batches == 5
+    found = []
+    for epoch in range(3):
+        found.append(xs(source.begin_epoch(epoch, end=3), limit=5))
+        source.end_epoch(5, exhausted=False)
+    assert found == [
+        [[100 * e], [100 * e + 1], [100 * e + 2]] for e in range(3)
+    ]
+
+
 # --- The size of a batch ---------------------------------------------------
 
 

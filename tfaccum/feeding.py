@@ -38,6 +38,11 @@ _UNCOUNTED = -2
 # More rows than any batch has.
 _WHOLE_SHARE = 2**30
 
+# A new iterator begins with a pause that counts where epochs are short: of so
+# many batches at most. One goes through so many of them.
+_SHORT_EPOCH = 100
+_EPOCHS_IN_ONE = 8
+
 # How much is looked at to tell whether data are the same.
 _CHECKED_BATCHES = 8
 _CHECKED_ROWS = 1000
@@ -58,7 +63,8 @@ class EpochData(Protocol):
         """This worker's share of every batch of one epoch but the first ones.
 
         The batches that follow those skipped are the same as without
-        skipping, in every call and process.
+        skipping, in every call and process. Epochs may be asked for before
+        those ahead of them have been read.
         """
 
 
@@ -351,6 +357,7 @@ class Source:
         self._stream = self._new_stream(dataset)
         self._iterator: Any = None
         self._left: int | None = None
+        self._ahead = range(0)  # Epochs that the iterator goes on with.
         self._size = self._agreed_size(dataset)
         self._available = None if self._size == math.inf else self._size
 
@@ -464,10 +471,17 @@ class Source:
         """Of the iterators that `begin_epoch` makes."""
         return self._stream.element_spec
 
-    def begin_epoch(self, epoch: int, skip_batches: int | None = None) -> Any:
+    def begin_epoch(
+        self,
+        epoch: int,
+        skip_batches: int | None = None,
+        end: int | None = None,
+    ) -> Any:
         """An iterator over the micro-batches of one epoch.
 
-        With `steps` it goes on where the last epoch ended, as in Keras.
+        With `steps` it goes on where the last epoch ended, as in Keras. So it
+        may where more epochs follow, of data that tell how long they are:
+        then there is no pause between two epochs.
 
         What is skipped is not read if the data are arrays or an `EpochData`
         that knows how, such as `tfaccum.data.Pipeline`. Of other data the
@@ -483,6 +497,8 @@ class Source:
                 begins where the data do, whatever its number. With a number
                 and `steps` the first one begins where a source stands that
                 has gone through all epochs before it.
+            end: number behind the last epoch that is wanted; default: this
+                is the last.
         """
         skipped = 0
         if skip_batches is not None:
@@ -497,9 +513,15 @@ class Source:
         if self._adapter is not None:
             self._adapter.on_epoch_begin()
         used_up = self._left is not None and self._left <= 0
-        if self._steps is None or self._iterator is None or used_up:
+        if used_up and not skipped and epoch in self._ahead[:1]:
+            self._ahead = self._ahead[1:]
+            self._left = self._available
+        elif self._steps is None or self._iterator is None or used_up:
             start, used = self._position(epoch) if resumes else (epoch, 0)
             dataset = self._dataset_from(start, used + skipped)
+            dataset = self._with_those_ahead(
+                dataset, used + skipped, range(epoch + 1, end or 0)
+            )
             if self._holds:
                 self._replay = Replay(dataset)
                 dataset = self._replay.dataset()
@@ -610,6 +632,25 @@ class Source:
         return (
             self._dataset.skip(skip_batches) if skip_batches else self._dataset
         )
+
+    def _with_those_ahead(
+        self, dataset: tf.data.Dataset, skipped: int, following: range
+    ) -> tf.data.Dataset:
+        """The rest of an epoch, and some that follow; known by counting."""
+        self._ahead = range(0)
+        size = self._available or 0
+        is_short = 0 < size <= _SHORT_EPOCH
+        if self._by_epoch is None or self._steps or not is_short:
+            return dataset
+        following = following[: _EPOCHS_IN_ONE - 1]
+        others = [self._epoch_dataset(self._by_epoch, e) for e in following]
+        sizes = [int(each.cardinality()) for each in (dataset, *others)]
+        # A worker with less data than others would begin the next too early.
+        if sizes == [size - skipped] + [size] * len(others):
+            for other in others:
+                dataset = dataset.concatenate(other)
+            self._ahead = following
+        return dataset
 
     def _epoch_dataset(
         self, data: EpochData, epoch: int, skip_batches: int = 0

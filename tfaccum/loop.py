@@ -159,7 +159,7 @@ class HostLoop(Evaluation):
                     break
                 self.reset_metrics()
             callbacks.on_epoch_begin(epoch)
-            logs = self._train_epoch(run, source, callbacks)
+            logs = self._train_epoch(run, source, callbacks, epochs)
             self._end_if_preempted(run, callbacks)
             if validation is not None and keras_private.should_evaluate(
                 self, epoch, validation_freq
@@ -276,11 +276,11 @@ class HostLoop(Evaluation):
                 )
 
     def _train_epoch(
-        self, run: Run, source: Source, callbacks: Any
+        self, run: Run, source: Source, callbacks: Any, epochs: int
     ) -> dict[str, float]:
         """The windows of one epoch from `run.position`; returns its logs."""
         epoch, done = run.position.epoch, run.position.batch
-        source.begin_epoch(epoch, done if run.is_resumed else None)
+        source.begin_epoch(epoch, done if run.is_resumed else None, epochs)
         total, more, stops = source.num_batches, not run.is_stopped, False
         logs, run.logs = run.logs, {}
         while more and (total is None or done < total):
