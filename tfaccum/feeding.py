@@ -238,15 +238,37 @@ def _cut(
         largest = -(-rows // replicas)
         steps = tf.maximum(-(-largest // micro_batch_size), 1)
     parts = steps * replicas
+    index = tf.range(parts + 1)
+    bounds = _boundary(rows, index, parts)
+    counts = tf.data.Dataset.from_tensor_slices(
+        (bounds[1:] - bounds[:-1], index[:-1] // replicas == steps - 1)
+    )
+    if all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
+        # Larger parts first; as many rows in each of them.
+        size, larger = rows // parts, rows % parts
+        middle = larger * (size + 1)
+        data = _parts(_rows(batch, 0, middle), larger, size + 1).concatenate(
+            _parts(_rows(batch, middle, rows), parts - larger, size)
+        )
+    else:  # A function for each part takes as long as a small micro-step.
+        data = tf.data.Dataset.from_tensor_slices(
+            (bounds[:-1], bounds[1:])
+        ).map(lambda start, end: _rows(batch, start, end))
+    return tf.data.Dataset.zip(counts, data)
 
-    def part(index: tf.Tensor) -> Any:
-        index = tf.cast(index, tf.int32)
-        start = _boundary(rows, index, parts)
-        end = _boundary(rows, index + 1, parts)
-        is_last = index // replicas == steps - 1
-        return (end - start, is_last), _rows(batch, start, end)
 
-    return tf.data.Dataset.range(tf.cast(parts, tf.int64)).map(part)
+def _parts(batch: Any, number: Any, size: Any) -> tf.data.Dataset:
+    """Dense tensors as a dataset of so many parts of so many rows each."""
+
+    def folded(leaf: tf.Tensor) -> tf.Tensor:
+        shape = tf.concat([[number, size], tf.shape(leaf)[1:]], 0)
+        result = tf.reshape(leaf, shape)
+        result.set_shape([None, None, *leaf.shape[1:]])
+        return result
+
+    return tf.data.Dataset.from_tensor_slices(
+        tf.nest.map_structure(folded, batch)
+    )
 
 
 def nothing(element_spec: Any) -> Any:

@@ -84,7 +84,10 @@ class Replay:
             position += 1
             leaves = zip(_leaves(self._spec), _leaves(batch), strict=True)
             present = [leaf for spec, leaf in leaves if _is_present(spec)]
-            yield tuple(tf.nest.flatten(present, expand_composites=True))
+            # Copies: TensorFlow may write into what it is given here, once it
+            # thinks that nobody else needs it.
+            flat = tf.nest.flatten(present, expand_composites=True)
+            yield tuple(tensor.numpy() for tensor in flat)
 
 
 def _leaves(nest: Any) -> list[Any]:
