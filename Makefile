@@ -15,6 +15,8 @@ VENV := .venv
 OLDEST := .venv-oldest
 # With PyTorch in it, that is measured too.
 TORCH_PYTHON ?= $(VENV)/bin/python
+# With the prepared mnist of TensorFlow Datasets, the wait for it is measured.
+MNIST_DIR ?= $(TFACCUM_TEST_DATA)
 
 .PHONY: help demo test test-all test-oldest bench bench-network lint clean
 
@@ -42,17 +44,20 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
 # What is measured stays in runs/, as lines of JSON.
-BENCH := step_time memory start window_profile gpu
+BENCH := step_time memory start window_profile input_wait gpu
 bench: $(VENV)/.installed
 	mkdir -p runs
 	$(VENV)/bin/python -m benchmarks.step_time \
 	    --torch_python=$(TORCH_PYTHON) > runs/step_time.jsonl
-	$(VENV)/bin/python -m benchmarks.step_time --jit --model=mlp \
-	    >> runs/step_time.jsonl
+	$(VENV)/bin/python -m benchmarks.step_time --jit >> runs/step_time.jsonl
+	for examples in 32 64; do $(VENV)/bin/python -m benchmarks.step_time \
+	    --model=cnn --micro_batch=$$examples >> runs/step_time.jsonl; done
 	$(VENV)/bin/python -m benchmarks.memory > runs/memory.jsonl
 	$(VENV)/bin/python -m benchmarks.start > runs/start.jsonl
 	$(VENV)/bin/python -m benchmarks.window_profile \
 	    --plot=docs/profile.png > runs/window_profile.jsonl
+	$(VENV)/bin/python -m benchmarks.input_wait \
+	    --data_dir=$(MNIST_DIR) > runs/input_wait.jsonl
 	$(VENV)/bin/python -m benchmarks.gpu > runs/gpu.jsonl
 	$(VENV)/bin/python -m benchmarks.performance_report \
 	    $(BENCH:%=runs/%.jsonl)

@@ -109,8 +109,8 @@ CASES = {
         lambda rng, rows: rng.integers(0, 1000, (rows, 32)).astype("int32"),
         updates=4,
     ),
-    "cnn": Case(cnn, 32, _normal(32, 32, 3), updates=4),
-    "mlp": Case(mlp, 8, _normal(8), updates=100),
+    "cnn": Case(cnn, 128, _normal(32, 32, 3), updates=2),
+    "mlp": Case(mlp, 8, _normal(8), updates=96),
 }
 # For memory, and for the start of a run.
 WIDE = Case(wide, 32, _normal(64, 64, 3), updates=1)

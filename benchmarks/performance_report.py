@@ -17,18 +17,19 @@ PLOT = ROOT / "docs" / "performance.png"
 
 WHO = {
     "window": "tfaccum, K = 8",
-    "window_4": "the same, 4 windows in a call",
+    "window_16": "the same, 16 windows in a call",
     "cut": "tfaccum, `micro_batch_size`",
     "big_batch": "Keras, one big batch",
     "keras": "Keras' own accumulation",
     "keras_8": "the same, 8 steps in a call",
-    "keras_32": "the same, 32 steps in a call",
+    "keras_128": "the same, 128 steps in a call",
     "loop": "`tf.function` by hand",
+    "loop_16": "the same, 16 windows in a call",
     "torch": "PyTorch",
 }
 OTHERS = WHO | {
-    "keras_at_its_best": "Keras' own at its best",
-    "keras_32": "Keras' own, both with 4 windows in a call",
+    "keras_at_its_best": "Keras' own, both at their best",
+    "loop_at_its_best": "`tf.function` by hand, both at their best",
 }
 
 
@@ -66,7 +67,7 @@ def step_time(rows, what="step_time"):
     """Tables of all models: time, CPU time, ratios."""
     rows = [row for row in rows if row["what"] == what]
     for jit in (False, True):
-        of_kind = [row for row in rows if row["jit"] == jit]
+        of_kind = [r for r in rows if r["jit"] == jit and r["is_usual"]]
         if not of_kind:
             continue
         first = of_kind[0]
@@ -114,6 +115,37 @@ def step_time(rows, what="step_time"):
         yield ""
         yield _sizes(of_kind)
         yield ""
+    yield from _by_micro_batch(rows)
+
+
+def _by_micro_batch(rows):
+    """What cutting costs, as the pieces grow."""
+    models = {row["model"] for row in rows if not row["is_usual"]}
+    rows = [r for r in rows if r["model"] in models and not r["jit"]]
+    if not rows:
+        return
+    yield "One big batch, and the same cut into 8, as the micro-batch grows."
+    yield ""
+    found = []
+    for row in sorted(rows, key=lambda r: (r["model"], r["micro_batch"])):
+        cells = [row["model"], row["micro_batch"]]
+        cells += [spread(row["ms"]["big_batch"], 1)]
+        for who in ("window", "loop"):
+            cells.append(spread(row["against_big_batch"][who]))
+        found.append(cells)
+    yield from table(
+        [
+            "model",
+            "micro-batch",
+            "big batch, ms",
+            "CPU time: tfaccum against it",
+            "`tf.function` by hand against it",
+        ],
+        found,
+    )
+    flags = "--model=MODEL --micro_batch=EXAMPLES"
+    yield from source(f"python -m benchmarks.step_time {flags}", rows[0])
+    yield ""
 
 
 def _sizes(rows):
@@ -284,7 +316,35 @@ def gpu(rows):
         yield from source("python -m benchmarks.gpu", replicas[0])
 
 
-SECTIONS = (step_time, memory, start, window_profile, gpu)
+def input_wait(rows):
+    """The part of the time in which data were waited for."""
+    rows = [row for row in rows if row["what"] == "input_wait"]
+    if not rows:
+        return
+    parts = ("first_windows", "other_windows", "with_data_at_hand")
+    yield from table(
+        [
+            "experiment",
+            "replicas",
+            "seconds of an epoch",
+            "waited where epochs begin",
+            "in all other windows",
+            "there, with data at hand",
+        ],
+        [
+            [
+                row["experiment"],
+                row["replicas"],
+                spread(row["epoch_seconds"]),
+                *(f"{100 * row[part]:.1f} %" for part in parts),
+            ]
+            for row in rows
+        ],
+    )
+    yield from source("python -m benchmarks.input_wait --data_dir=DIR", rows[0])
+
+
+SECTIONS = (step_time, memory, start, window_profile, input_wait, gpu)
 
 
 def written(page, rows):

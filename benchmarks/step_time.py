@@ -4,23 +4,26 @@
 
 On one device, for the same examples and the same model, in turn:
 
-* `window`: tfaccum, `gradient_accumulation_steps=8`; `window_4`: the same with
-  four windows in one call, `steps_per_execution=4`;
+* `window`: tfaccum, `gradient_accumulation_steps=8`; `window_16`: the same with
+  16 windows in one call, `steps_per_execution=16`;
 * `cut`: tfaccum, one batch of all examples and `micro_batch_size`;
 * `big_batch`: Keras, one batch of all examples;
-* `keras`, `keras_8`, `keras_32`: Keras' own `gradient_accumulation_steps=8`,
-  with `steps_per_execution` 1, 8 and 32;
-* `loop`: a `tf.function` written by hand that adds up and applies;
+* `keras`, `keras_8`, `keras_128`: Keras' own `gradient_accumulation_steps=8`,
+  with `steps_per_execution` 1, 8 and 128, which is 16 windows;
+* `loop`: a `tf.function` written by hand that adds up and applies; `loop_16`:
+  the same with 16 windows in one call;
 * `torch`: the same model and the usual loop in PyTorch, in a process of its
   own, if `--torch_python` has it.
 
 Each is a whole `fit` (or a Python loop) over the same dataset in memory, after
-one that traced. Prints one JSON line per model: milliseconds per update, wall
+one that traced. Whoever has `steps_per_execution` is compared at its best too.
+Prints one JSON line per model: milliseconds per update, wall
 and CPU, median, least and most of `--rounds`; and ratios, round by round.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import statistics
@@ -36,23 +39,26 @@ import tfaccum
 from benchmarks.models import CASES, loss
 
 STEPS = 8
-# What the window's time over another's is to be at most, by model.
+# Windows in one call, where there are several.
+WINDOWS = 16
+# What the window's time over another's is to be at most, by model. Of both the
+# best is taken where the other's name says so.
 TARGETS = {
     "big_batch": {"transformer": 1.05, "cnn": 1.05},
     "keras_at_its_best": {"transformer": 1.0, "cnn": 1.0, "mlp": 1.0},
     "keras": {"mlp": 0.5},
-    "loop": {"transformer": 1.03, "cnn": 1.03, "mlp": 1.03},
+    "loop_at_its_best": {"transformer": 1.03, "cnn": 1.03, "mlp": 1.03},
+    "loop": {},
     "torch": {},
-    # Both of them four windows in one call.
-    "keras_32": {"transformer": 1.0, "cnn": 1.0, "mlp": 1.0},
 }
 
 
 class Loop:
     """What one would write by hand; `fit` takes a dataset and nothing else."""
 
-    def __init__(self, model, optimizer, jit):
+    def __init__(self, model, optimizer, jit, windows=1):
         self._model, self._optimizer, self._loss = model, optimizer, loss()
+        self._windows = windows
         self._sums = [tf.Variable(tf.zeros(v.shape)) for v in model.weights]
         optimizer.build(model.trainable_variables)
         self._gradients = tf.function(self._gradient, jit_compile=jit)
@@ -64,27 +70,31 @@ class Loop:
         return [tf.convert_to_tensor(g) for g in found]
 
     @tf.function
-    def _update(self, iterator):
-        for _ in tf.range(STEPS):
-            gradients = self._gradients(*next(iterator))
-            for total, gradient in zip(self._sums, gradients, strict=True):
-                total.assign_add(gradient / STEPS)
-        self._optimizer.apply(self._sums, self._model.trainable_variables)
-        for total in self._sums:
-            total.assign(tf.zeros_like(total))
+    def _updates(self, iterator, number):
+        for _ in tf.range(number):
+            for _ in tf.range(STEPS):
+                gradients = self._gradients(*next(iterator))
+                for total, gradient in zip(self._sums, gradients, strict=True):
+                    total.assign_add(gradient / STEPS)
+            self._optimizer.apply(self._sums, self._model.trainable_variables)
+            for total in self._sums:
+                total.assign(tf.zeros_like(total))
 
     def fit(self, data, **_):
         """One pass over the data."""
         iterator = iter(data)
-        for _ in range(int(data.cardinality()) // STEPS):
-            self._update(iterator)
+        left = int(data.cardinality()) // STEPS
+        while left:
+            number = min(left, self._windows)
+            self._updates(iterator, tf.constant(number))
+            left -= number
 
 
 class Torch:
     """torch_loop.py in a process; `found` says what is there, or why not."""
 
-    def __init__(self, python, name, updates, threads):
-        numbers = map(str, (updates, STEPS, threads))
+    def __init__(self, python, name, micro_batch, updates, threads):
+        numbers = map(str, (micro_batch, updates, STEPS, threads))
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.torch_loop", name, *numbers],
             cwd=Path(__file__).parents[1],
@@ -125,27 +135,40 @@ def contenders(case, jit, updates):
             steps_per_execution=steps_per_execution,
         ).fit
 
-    by_hand = keras.Model(*case.layers())
+    def by_hand(windows):
+        model = keras.Model(*case.layers())
+        return Loop(model, keras.optimizers.Adam(), jit, windows).fit
+
     window = functools.partial(
         model, tfaccum.Model, gradient_accumulation_steps=STEPS
     )
     return {
         "window": (window().fit, cut),
-        "window_4": (window(steps_per_execution=4).fit, cut),
+        f"window_{WINDOWS}": (window(steps_per_execution=WINDOWS).fit, cut),
         "cut": (model(tfaccum.Model, micro_batch_size=micro).fit, whole),
         "big_batch": (model(keras.Model).fit, whole),
         "keras": (own(1), cut),
         "keras_8": (own(STEPS), cut),
-        "keras_32": (own(4 * STEPS), cut),
-        "loop": (Loop(by_hand, keras.optimizers.Adam(), jit).fit, cut),
+        f"keras_{WINDOWS * STEPS}": (own(WINDOWS * STEPS), cut),
+        "loop": (by_hand(1), cut),
+        f"loop_{WINDOWS}": (by_hand(WINDOWS), cut),
     }
 
 
 def measure(
-    name, *, jit=False, rounds=7, updates=None, threads=2, torch_python=None
+    name,
+    *,
+    jit=False,
+    rounds=7,
+    updates=None,
+    micro_batch=None,
+    threads=2,
+    torch_python=None,
 ):
     """One model: all contenders in turn, and how the window compares."""
     case = CASES[name]
+    if micro_batch:
+        case = dataclasses.replace(case, micro_batch=micro_batch)
     updates = updates or case.updates
     found = contenders(case, jit, updates)
     for fit, data in found.values():
@@ -159,7 +182,9 @@ def measure(
     about_torch = {"skipped": "not asked for"}
     with contextlib.ExitStack() as stack:
         if torch_python:
-            torch = Torch(torch_python, name, updates, threads)
+            torch = Torch(
+                torch_python, name, case.micro_batch, updates, threads
+            )
             stack.callback(torch.end)
             about_torch = torch.found
             if "skipped" not in about_torch:
@@ -175,6 +200,7 @@ def measure(
         "jit": jit,
         "parameters": keras.Model(*case.layers()).count_params(),
         "micro_batch": case.micro_batch,
+        "is_usual": not micro_batch,
         "steps": STEPS,
         "updates": updates,
         "rounds": rounds,
@@ -183,6 +209,11 @@ def measure(
         "ms": per_update(wall, updates),
         "cpu_ms": per_update(cpu, updates),
         "comparisons": comparisons(name, wall, cpu),
+        # Of processor time, since it is the arithmetic that counts there.
+        "against_big_batch": {
+            who: benchmarks.against(cpu[who], cpu["big_batch"])["ratio"]
+            for who in ("window", "loop")
+        },
         **benchmarks.where(),
     }
 
@@ -197,24 +228,26 @@ def per_update(seconds, updates):
 
 def comparisons(name, wall, cpu):
     """The window's time over that of others, beside the target."""
-    best = min(
-        (who for who in wall if who.startswith("keras")),
-        key=lambda who: statistics.median(wall[who]),
-    )
+
+    def best(kind):
+        found = [who for who in wall if who.partition("_")[0] == kind]
+        return min(found, key=lambda who: statistics.median(wall[who]))
+
     found = []
     for other, targets in TARGETS.items():
-        who = best if other == "keras_at_its_best" else other
-        ours = "window_4" if other == "keras_32" else "window"
-        if who in wall:
+        ours, theirs = "window", other
+        if other.endswith("_at_its_best"):
+            ours, theirs = best("window"), best(other.partition("_")[0])
+        if theirs in wall:
             found.append(
                 {
                     "of": ours,
                     "against": other,
-                    "which": who,
+                    "which": theirs,
                     **benchmarks.against(
-                        wall[ours], wall[who], targets.get(name)
+                        wall[ours], wall[theirs], targets.get(name)
                     ),
-                    "cpu_ratio": benchmarks.against(cpu[ours], cpu[who])[
+                    "cpu_ratio": benchmarks.against(cpu[ours], cpu[theirs])[
                         "ratio"
                     ],
                 }
@@ -234,7 +267,8 @@ def main():
     parser.add_argument("--model", choices=CASES, action="append")
     parser.add_argument("--jit", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--updates", type=int, help="a multiple of 4")
+    parser.add_argument("--updates", type=int, help="in one fit")
+    parser.add_argument("--micro_batch", type=int, help="examples in one")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--torch_python",

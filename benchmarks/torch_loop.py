@@ -1,6 +1,6 @@
 """PyTorch's usual accumulation loop, in a process that step_time.py starts.
 
-    python -m benchmarks.torch_loop MODEL UPDATES STEPS THREADS
+    python -m benchmarks.torch_loop MODEL MICRO_BATCH UPDATES STEPS THREADS
 
 Each line that it reads makes it train through the data once more, and write
 how long that took. It needs PyTorch and nothing of this project.
@@ -70,17 +70,17 @@ def layers(nn, torch):
     }
 
 
-def inputs(torch, name):
-    """One micro-batch of the size of models.py."""
+def inputs(torch, name, rows):
+    """One micro-batch of so many examples."""
     if name == "transformer":
-        return torch.randint(0, 1000, (32, 32))
-    return torch.randn((32, 3, 32, 32) if name == "cnn" else (8, 8))
+        return torch.randint(0, 1000, (rows, 32))
+    return torch.randn((rows, 3, 32, 32) if name == "cnn" else (rows, 8))
 
 
 def main():
     """Trains whenever it is told to."""
     name, *numbers = sys.argv[1:]
-    updates, steps, threads = map(int, numbers)
+    micro_batch, updates, steps, threads = map(int, numbers)
     try:
         import torch
     except ImportError as error:
@@ -93,7 +93,7 @@ def main():
     loss = torch.nn.CrossEntropyLoss()
     data = []
     for _ in range(updates * steps):
-        x = inputs(torch, name)
+        x = inputs(torch, name, micro_batch)
         data.append((x, torch.randint(0, 10, x.shape[:1])))
 
     def fit():
