@@ -22,6 +22,7 @@ LAYERS = (
     ("batching", "files", "schedule", "versions"),
     ("cluster", "rendezvous", "strategy"),
     (
+        "adama",
         "adasum",
         "agreement",
         "fingerprints",

@@ -544,6 +544,21 @@ def test_moving_averages():
     )
 
 
+def test_adam_moments():
+    """After one step (1 - beta) times the gradient, and its square."""
+    variables = [keras.Variable([0.0, 0.0]), keras.Variable(0.0)]
+    optimizer = keras.optimizers.Adam(beta_1=0.75, beta_2=0.5)
+    optimizer.build(variables)
+    optimizer.apply([tf.constant([2.0, 4.0]), tf.constant(8.0)])
+    found = [
+        [moment.numpy().tolist() for moment in moments]
+        for moments in (
+            keras_private.adam_moments(optimizer, v) for v in variables
+        )
+    ]
+    assert found == [[[0.5, 1.0], [2.0, 8.0]], [2.0, 32.0]]
+
+
 # --- Data -----------------------------------------------------------------
 
 

@@ -549,20 +549,20 @@ def test_rest_of_an_epoch_in_micro_batches_on_two_replicas():
     """Batches of 3 = 2 + 1 and of 1 = 1 + 0 rows, at most one at a time."""
     source = make("dataset", replicas=2, micro_batch_size=1)
     found = [
-        (int(rows), bool(last), np.ravel(x).tolist())
-        for (rows, last, *_), (x, _) in itertools.islice(
+        (int(rows), bool(last), int(total), np.ravel(x).tolist())
+        for (rows, last, total), (x, _) in itertools.islice(
             source.begin_epoch(0, skip_batches=2), 8
         )
     ]
     assert found[:6] == [
-        (1, False, [6]),
-        (1, False, [7]),
-        (1, True, [8]),
-        (0, True, []),
-        (1, True, [9]),
-        (0, True, []),
+        (1, False, 3, [6]),
+        (1, False, 3, [7]),
+        (1, True, 3, [8]),
+        (0, True, 3, []),
+        (1, True, 1, [9]),
+        (0, True, 1, []),
     ]
-    assert [rows for rows, _, _ in found[6:]] == [NO_MORE_DATA] * 2
+    assert [rows for rows, *_ in found[6:]] == [NO_MORE_DATA] * 2
 
 
 def undisturbed(kind, steps, num_epochs):

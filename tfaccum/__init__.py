@@ -9,6 +9,7 @@ from tfaccum import versions
 
 if TYPE_CHECKING:
     from tfaccum.accumulator import GradientAccumulator
+    from tfaccum.adama import AdamA
     from tfaccum.agreement import WorkerError
     from tfaccum.auto_micro_batch import AutoMicroBatch
     from tfaccum.batching import BatchPlan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamA",
     "AutoMicroBatch",
     "BatchPlan",
     "Checkpoint",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdamA": "adama",
     "AutoMicroBatch": "auto_micro_batch",
     "BatchPlan": "batching",
     "Checkpoint": "checkpoint",

@@ -3,11 +3,12 @@
 Whatever `fit` is given becomes a stream of micro-batches, one element per
 replica and micro-step, cut from the dataset's batches:
 
-    ((rows, last), data)
+    ((rows, last, total), data)
 
 `rows` (int32) counts the examples of this element, or is left for
 `next_elements` to count; `last` (bool) says that the micro-step ends a dataset
-batch. After the last batch the stream goes on for ever with elements of `rows`
+batch; `total` (int32) counts the examples of that batch on this worker. After
+the last batch the stream goes on for ever with elements of `rows`
 = -1: an endless dataset needs no question to the other workers whether they
 still have data, and a worker that has run out still takes part in the last
 update, with weight zero.
@@ -109,7 +110,7 @@ def micro_batch_stream(
         )
     if replicas == 1 and micro_batch_size is None:
         stream = tf.data.Dataset.zip(
-            _always((tf.constant(_UNCOUNTED), tf.constant(True))), dataset
+            _always(_counts(_UNCOUNTED, True, _UNCOUNTED)), dataset
         )
     else:
         stream = dataset.flat_map(
@@ -126,16 +127,27 @@ def micro_batch_stream(
 
 def next_elements(
     iterator: Any, strategy: tf.distribute.Strategy
-) -> tuple[tuple, tuple, tuple]:
-    """The next micro-step's (rows, last, data), each a tuple over replicas."""
+) -> tuple[tuple, tuple, tuple, tuple]:
+    """The next micro-step's (rows, last, total, data).
+
+    Each is a tuple over the replicas of this worker.
+    """
     replicas = strategies.num_local_replicas(strategy)
     counts, data = zip(*(next(iterator) for _ in range(replicas)), strict=True)
-    rows, last = zip(*counts, strict=True)
-    counted = tuple(
-        tf.where(number == _UNCOUNTED, _num_rows(batch), number)
-        for number, batch in zip(rows, data, strict=True)
-    )
-    return counted, last, data
+    rows, last, total = zip(*counts, strict=True)
+
+    def counted(numbers: tuple) -> tuple:
+        # What is not counted is a whole batch.
+        return tuple(
+            tf.where(number == _UNCOUNTED, _num_rows(batch), number)
+            for number, batch in zip(numbers, data, strict=True)
+        )
+
+    return counted(rows), last, counted(total), data
+
+
+def _counts(rows: Any, last: Any, total: Any) -> tuple:
+    return tf.constant(rows), tf.constant(last), tf.constant(total)
 
 
 def _always(element: Any) -> tf.data.Dataset:
@@ -241,7 +253,11 @@ def _cut(
     index = tf.range(parts + 1)
     bounds = _boundary(rows, index, parts)
     counts = tf.data.Dataset.from_tensor_slices(
-        (bounds[1:] - bounds[:-1], index[:-1] // replicas == steps - 1)
+        (
+            bounds[1:] - bounds[:-1],
+            index[:-1] // replicas == steps - 1,
+            tf.fill([parts], rows),
+        )
     )
     if all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
         # Larger parts first; as many rows in each of them.
@@ -303,7 +319,7 @@ def nothing(element_spec: Any) -> Any:
 
     _, data_spec = element_spec
     data = tf.nest.map_structure(zeros, data_spec, expand_composites=False)
-    return (tf.constant(NO_MORE_DATA, tf.int32), tf.constant(True)), data
+    return _counts(NO_MORE_DATA, True, 0), data
 
 
 class Source:
@@ -642,7 +658,7 @@ class Source:
         """Reads some batches; returns how many, and whether the data ended."""
         done, has_more = 0, True
         while done < batches and has_more:
-            rows, last, _ = next_elements(self._iterator, self._strategy)
+            rows, last, *_ = next_elements(self._iterator, self._strategy)
             has_more = int(rows[0]) != NO_MORE_DATA
             done += has_more and bool(last[0])
         return done, not agreement.any_worker(self._strategy, has_more)

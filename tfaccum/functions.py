@@ -326,7 +326,7 @@ class Functions:
         strategy = self.distribute_strategy
 
         def predict_function(iterator: Any) -> tuple:
-            rows, last, data = next_elements(iterator, strategy)
+            rows, last, _, data = next_elements(iterator, strategy)
             batch = keras_private.per_replica(data)
             outputs = strategy.run(self.predict_step, args=(batch,))
             return rows[0], last[0], outputs

@@ -384,6 +384,17 @@ def moving_averages(
     ]
 
 
+def adam_moments(
+    optimizer: keras.optimizers.Adam, variable: keras.Variable
+) -> tuple[keras.Variable, keras.Variable]:
+    """Adam's moving averages of a variable's gradient, and of its square.
+
+    Keras has no public name for them.
+    """
+    index = optimizer._get_variable_index(variable)
+    return optimizer._momentums[index], optimizer._velocities[index]
+
+
 # --- Data ------------------------------------------------------------------
 
 

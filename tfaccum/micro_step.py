@@ -8,7 +8,9 @@ the micro-steps of a window and over the replicas:
      "statistics": [whatever a layer has handed over, ...]}
 
 with one entry of "sums" per optimizer, and one of "statistics" per call of a
-layer whose state moves once per window.
+layer whose state moves once per window. Of an optimizer that absorbs there are
+no gradients, but "squares", [variables]: the sum of the squares of what each
+gradient has added to that of the window.
 """
 
 import contextlib
@@ -22,7 +24,9 @@ import tensorflow as tf
 
 from tfaccum import exponents, feeding, keras_private, reduction, sparse
 from tfaccum import strategy as strategies
+from tfaccum.loss_scale import current_scale, unwrapped
 from tfaccum.reduction import Gradient
+from tfaccum.update import absorbs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,16 @@ class Trained:
     all_variables: list[keras.Variable]
     variables: list[keras.Variable]
     is_sum: bool
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether the optimizer takes gradients at once."""
+        return bool(self.variables) and absorbs(self.optimizer)
+
+    @property
+    def summed(self) -> list[keras.Variable]:
+        """The variables whose gradients are added up."""
+        return [] if self.absorbs else self.variables
 
     @classmethod
     def of(cls, backward: Backward) -> "Trained":
@@ -93,6 +107,7 @@ class _Received:
 
     graph: Any
     frozen: frozenset[int]
+    trains: bool
     only_losses: bool
     backwards: list[Backward] = dataclasses.field(default_factory=list)
     statistics: list[tuple[WindowLayer, Any]] = dataclasses.field(
@@ -134,6 +149,12 @@ def is_frozen(variable: keras.Variable) -> bool:
     """Whether the window whose micro-step is running leaves it as it is."""
     received = _handed_over.get()
     return received is not None and id(variable) in received.frozen
+
+
+def is_training() -> bool:
+    """Whether the micro-step that is running is one of training."""
+    received = _handed_over.get()
+    return received is not None and received.trains
 
 
 def wants_only_losses() -> bool:
@@ -182,10 +203,10 @@ def hand_over_statistics(layer: WindowLayer, sums: Any) -> None:
 
 @contextlib.contextmanager
 def _receiving(
-    frozen: frozenset[int], only_losses: bool = False
+    frozen: frozenset[int], *, trains: bool = True, only_losses: bool = False
 ) -> Iterator[_Received]:
     graph = tf.compat.v1.get_default_graph()
-    received = _Received(graph, frozen, only_losses)
+    received = _Received(graph, frozen, trains, only_losses)
     token = _handed_over.set(received)
     try:
         yield received
@@ -212,6 +233,8 @@ class MicroStep:
             micro-step has run or was traced.
         communicates: whether a layer does so in its forward pass. Then every
             replica has to make every micro-step.
+        is_incomplete: whether an optimizer that absorbs had no variables yet
+            when the micro-step was traced: it has to be traced again.
     """
 
     def __init__(
@@ -225,6 +248,7 @@ class MicroStep:
         self.trained: list[Trained] = []
         self.layers: list[WindowLayer] = []
         self.specs: Any = None
+        self.is_incomplete = False
         self._fixed: dict[int, bool] = {}  # See keras_private.
         self._model = model
         self._step = step
@@ -242,23 +266,24 @@ class MicroStep:
                 self._compute, jit_compile=True, autograph=False
             )
 
-    def run(self, elements: Sequence[tuple[Any, Any]]) -> Any:
+    def run(self, elements: Sequence[tuple[Any, Any, Any]]) -> Any:
         """One micro-step. Communicates nothing.
 
         Args:
-            elements: for each replica of this worker its number of examples,
-                int32 scalar, and what `train_step` takes.
+            elements: for each replica of this worker its number of examples
+                and that of the whole dataset batch, int32 scalars, and what
+                `train_step` takes.
 
         Returns:
             What was found, per replica; zeros where a replica had no rows.
 
         Context: cross-replica.
         """
-        rows, data = keras_private.per_replica(elements)
-        return self._strategy.run(self._on_replica, args=(rows, data))
+        element = keras_private.per_replica(elements)
+        return self._strategy.run(self._on_replica, args=element)
 
     def losses(
-        self, elements: Sequence[tuple[Any, Any]]
+        self, elements: Sequence[tuple[Any, Any, Any]]
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The first loss that a micro-step hands over, and nothing else.
 
@@ -274,7 +299,7 @@ class MicroStep:
 
         Context: cross-replica.
         """
-        rows, data = keras_private.per_replica(elements)
+        rows, _, data = keras_private.per_replica(elements)
         return self._strategy.run(self._losses_on_replica, args=(rows, data))
 
     def _losses_on_replica(
@@ -321,7 +346,7 @@ class MicroStep:
             return total
         return reduction.divided(total, weight)
 
-    def _on_replica(self, rows: tf.Tensor, data: Any) -> Any:
+    def _on_replica(self, rows: tf.Tensor, total: tf.Tensor, data: Any) -> Any:
         """One micro-batch's weighted sums; zeros where it has no rows."""
 
         def with_rows() -> Any:
@@ -334,6 +359,8 @@ class MicroStep:
                         sums["gradients"], trained.variables, strict=True
                     )
                 ]
+                if trained.absorbs:
+                    self._absorb(trained, sums, rows, total)
             self.specs = tf.nest.map_structure(sparse.spec_of, found)
             return found
 
@@ -343,6 +370,35 @@ class MicroStep:
         if self.communicates:
             return self._always(rows, with_rows)
         return tf.cond(rows > 0, with_rows, without_rows)
+
+    def _absorb(
+        self,
+        trained: Trained,
+        sums: dict[str, Any],
+        rows: tf.Tensor,
+        total: tf.Tensor,
+    ) -> None:
+        """Gives gradients to their optimizer, and keeps their squares only."""
+        weight, checks = sums["weight"], []
+        divisor = tf.ones_like(weight)
+        if not trained.is_sum:
+            divisor = tf.cast(total, weight.dtype)
+            checks = [_check_weight(weight, rows)]
+        if (scale := current_scale(trained.optimizer)) is not None:
+            divisor *= tf.cast(scale, weight.dtype)
+        with tf.control_dependencies(checks):
+            parts = [
+                reduction.divided(tf.convert_to_tensor(g), divisor)
+                for g in sums["gradients"]
+            ]
+        sums["gradients"] = []
+        sums["squares"] = tf.stack(
+            [2 * tf.cast(tf.nn.l2_loss(p), weight.dtype) for p in parts]
+        )
+        optimizer = unwrapped(trained.optimizer)
+        if optimizer.built:
+            optimizer.absorb(parts, trained.variables)
+        self.is_incomplete |= not optimizer.built
 
     def _always(self, rows: tf.Tensor, step: Callable[[], Any]) -> Any:
         """A step without rows too; statistics stay if the data have ended."""
@@ -360,7 +416,7 @@ class MicroStep:
         """Runs `train_step` and turns what it hands over into sums."""
         with (
             keras_private.plain_mean_losses(rows, self._fixed),
-            _receiving(self._frozen) as received,
+            _receiving(self._frozen, trains=self._trains) as received,
             _root_of_names(),
         ):
             logs = self._step(feeding.without_optionals(data))
@@ -423,6 +479,20 @@ class MicroStep:
                 )
             own[name] = value
         return own
+
+
+def _check_weight(weight: tf.Tensor, rows: tf.Tensor) -> Any:
+    """Fails where `weight` is not the number of examples.
+
+    Outside of what XLA compiles: it leaves out what only checks.
+    """
+    return tf.debugging.assert_equal(
+        weight,
+        tf.cast(tf.maximum(rows, 0), weight.dtype),
+        "`weight` must be the number of examples with an optimizer that "
+        "absorbs gradients. That of the window has to be known before the "
+        "first micro-step.",
+    )
 
 
 def _root_of_names() -> contextlib.AbstractContextManager:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private
 from tfaccum import strategy as strategies
+from tfaccum.adama import check as check_absorbing
 from tfaccum.adasum import AdaSum, check_replica_reduction
 from tfaccum.auto_micro_batch import AutoMicroBatch, MicroBatchSearch
 from tfaccum.batching import check_count
@@ -20,12 +21,18 @@ from tfaccum.micro_step import (
     Backward,
     hand_over,
     is_frozen,
+    is_training,
     wants_only_losses,
 )
 from tfaccum.reduction import check_wire_dtype
 from tfaccum.schedule import AccumulationSchedule, Steps
 from tfaccum.sparse import check_sparse_sums
-from tfaccum.update import check_home, check_optimizer, needs_losses
+from tfaccum.update import (
+    absorbs,
+    check_home,
+    check_optimizer,
+    needs_losses,
+)
 from tfaccum.window import Freeze
 
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
@@ -168,6 +175,8 @@ class Model(HostLoop, keras.Model):
             ValueError: if `optimizer.gradient_accumulation_steps` is set.
             ValueError: if AdaSum is to combine a number of replicas that is
                 no power of two, and with arguments that exclude it.
+            ValueError: if `optimizer` is a `tfaccum.AdamA` and other arguments
+                exclude it.
             ValueError: if the model was made under a strategy that is not
                 supported, or the optimizer not under the model's.
             ValueError: if `jit_compile=True` on several CPU devices.
@@ -211,6 +220,7 @@ class Model(HostLoop, keras.Model):
         self.on_nonfinite = on_nonfinite
         self.max_consecutive_skips = max_consecutive_skips
         self.loss_scale = loss_scale
+        check_absorbing(self.optimizer, self)
         self.reset_training_functions()
         self.overrides_train_step = (
             type(self).train_step is not Model.train_step
@@ -328,6 +338,8 @@ class Model(HostLoop, keras.Model):
         Raises:
             ValueError: if the terms of the loss are divided by different
                 numbers, so that no one weight is right for their sum.
+            ValueError: in training with `tfaccum.AdamA`, if it is not divided
+                by the number of examples.
         """
         examples = _num_examples(x)
         divisors = keras_private.take_divisors()
@@ -350,6 +362,13 @@ class Model(HostLoop, keras.Model):
             )
         if kind == "sum":
             return None
+        if kind != "examples" and is_training() and absorbs(self.optimizer):
+            raise ValueError(
+                "The loss must be divided by the number of examples with an "
+                "optimizer that absorbs gradients: that of the window has to "
+                "be known before the first micro-step. Received: a loss "
+                f"divided by {kind}. Use keras.optimizers.Adam."
+            )
         return examples if kind == "examples" else divisors[0].value
 
     def accumulate(
@@ -379,6 +398,8 @@ class Model(HostLoop, keras.Model):
         Raises:
             RuntimeError: outside `train_step`, or twice for one optimizer.
             ValueError: if `loss` is not a scalar.
+            ValueError: if the optimizer is a `tfaccum.AdamA`, and the model
+                compiled with what excludes it.
             ValueError: if no variable has a gradient.
         """
         loss = tf.convert_to_tensor(loss)
@@ -391,6 +412,7 @@ class Model(HostLoop, keras.Model):
             optimizer = self.optimizer
         else:
             check_optimizer(optimizer)
+            check_absorbing(optimizer, self)
         if variables is None:
             variables = self.trainable_variables
         variables = list(variables)

@@ -41,6 +41,42 @@ class SearchingOptimizer(Protocol):
         """
 
 
+@runtime_checkable
+class AbsorbingOptimizer(Protocol):
+    """An optimizer that takes the gradient of each micro-batch at once.
+
+    No sum of gradients is kept for it. At the end of a window `settle` is
+    called, and then `apply` with a scalar zero for each gradient.
+    """
+
+    def absorb(
+        self,
+        parts: Sequence[tf.Tensor],
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        """Takes what one micro-batch adds to the gradient of its window.
+
+        Args:
+            parts: dense, unscaled, float32 or wider; one for each variable.
+                Over all micro-steps and replicas they add up to the gradient.
+            variables: of a built optimizer.
+
+        Context: replica; communicates nothing. Not called where a replica has
+            no rows.
+        """
+
+    def settle(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes what each replica has absorbed the same on all of them.
+
+        Not called for a window without rows, or whose gradient is not finite.
+
+        Args:
+            variables: those that parts were absorbed for.
+
+        Context: replica.
+        """
+
+
 def check_optimizer(optimizer: Any, name: str = "optimizer") -> None:
     """Refuses an optimizer that would count or accumulate by itself.
 
@@ -124,6 +160,11 @@ def needs_losses(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(loss_scale.unwrapped(optimizer), SearchingOptimizer)
 
 
+def absorbs(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    """Whether the optimizer is an `AbsorbingOptimizer`."""
+    return isinstance(loss_scale.unwrapped(optimizer), AbsorbingOptimizer)
+
+
 def build_optimizer(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
@@ -176,7 +217,7 @@ def update_if(
     Args:
         strategy: under which the optimizer was built.
         optimizer: a built Keras optimizer, with its loss scale if any.
-        gradients: per-replica list, as in `apply_update`.
+        gradients: as in `apply_update`.
         variables: the variables in the order of `gradients`.
         finite: scalar bool: the verdict on the gradients.
         has_weight: scalar bool: whether the window's weight is not zero;
@@ -225,13 +266,13 @@ def apply_update(
 
     In this order: clipping, weight decay, the optimizer's own step,
     constraints, `iterations += 1`, moving average. Communicates nothing,
-    but for a `SearchingOptimizer` and `combine_changes`.
+    but for a `SearchingOptimizer`, what was absorbed, and `combine_changes`.
 
     Args:
         strategy: under which the optimizer was built.
         optimizer: a built Keras optimizer; its loss scale is not looked at.
         gradients: per-replica list, one tensor or IndexedSlices per variable,
-            the same on every replica.
+            the same on every replica. None: the optimizer has absorbed them.
         variables: the variables in the order of `gradients`.
         losses: what a `SearchingOptimizer` needs.
         combine_changes: where each replica has gradients of its own: makes
@@ -254,6 +295,9 @@ def apply_update(
         optimizer.apply_with_losses(strategy, gradients, variables, losses)
     else:
         before = combine_changes and strategy.run(_values, args=(variables,))
+        if gradients is None:
+            strategy.run(optimizer.settle, args=(variables,))
+            gradients = [tf.zeros([])] * len(variables)
         with keras_private.reduced_gradients_only(optimizer):
             strategy.run(
                 lambda gradients: optimizer.apply(gradients, list(variables)),

@@ -15,11 +15,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfaccum import feeding, keras_private, loss_scale, reduction
+from tfaccum import keras_private, loss_scale, reduction
 from tfaccum import strategy as strategies
 from tfaccum.accumulator import ReplicaSums
 from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS
+from tfaccum.feeding import NO_MORE_DATA, next_elements, nothing
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
@@ -41,7 +42,9 @@ class Update:
         update: number of updates made so far (`optimizer.iterations`).
         loss: mean loss over the window, unscaled.
         learning_rate: used for this update.
-        gradient_norm: L2 norm of the reduced gradient before clipping.
+        gradient_norm: L2 norm of the reduced gradient before clipping. With
+            `AdamA` the root of the sum of the squares of what each
+            micro-batch has added to it.
         loss_scale: scale of this window; 1 without scaling.
         skipped: whether the update was dropped because a gradient was not
             finite.
@@ -170,19 +173,31 @@ class Window:
         """
         if self._whole:
             self._whole.prepare(element_spec)
-        (rows, _), data = element_spec
-        replicas = strategies.num_local_replicas(self._strategy)
         self._spec = element_spec
-        if self._traced is None:
-            self._traced = tf.function(self._step.run, autograph=False)
         # Eager steps need the trace too: it tells how their results look.
-        traced = self._traced.get_concrete_function([(rows, data)] * replicas)
+        traced = self._trace()
+        self._create_variables()
+        if self._step.is_incomplete:
+            self._step.is_incomplete, self._traced = False, None
+            traced = self._trace()
         self._micro_step = self._step.run if self._model.run_eagerly else traced
         if self._searches:
             self._loss_step = tf.function(
                 self._step.losses, autograph=False
-            ).get_concrete_function([(rows, data)] * replicas)
-        self._create_variables()
+            ).get_concrete_function(self._same_for_all(element_spec))
+
+    def _trace(self) -> Any:
+        if self._traced is None:
+            self._traced = tf.function(self._step.run, autograph=False)
+        return self._traced.get_concrete_function(
+            self._same_for_all(self._spec)
+        )
+
+    def _same_for_all(self, element: Any) -> list[tuple]:
+        """One element of the stream, or its spec, for each local replica."""
+        (rows, _, total), data = element
+        replicas = strategies.num_local_replicas(self._strategy)
+        return [(rows, total, data)] * replicas
 
     # --- The algorithm -----------------------------------------------------
 
@@ -277,7 +292,7 @@ class Window:
             last, more, wait, found, elements = self._next(iterator)
             self._strategy.run(self.sums.add, args=(found,))
             if kept:
-                had_rows = tf.reduce_any([rows > 0 for rows, _ in elements])
+                had_rows = tf.reduce_any([rows > 0 for rows, *_ in elements])
                 kept = tf.cond(
                     had_rows, lambda: _flat(elements), lambda: list(kept)
                 )
@@ -286,9 +301,11 @@ class Window:
         # Where layers communicate every worker makes the same micro-steps.
         runs = ~stops | (self._step.communicates & (self._workers > 1))
         # Only a search looks at a micro-batch again.
-        none_yet = self._no_elements() if self._searches else []
-        (rows, _), data = self._spec
-        specs = [(rows, data)] * len(none_yet)
+        none_yet, specs = (
+            (self._same_for_all(e) for e in (nothing(self._spec), self._spec))
+            if self._searches
+            else ([], [])
+        )
         _, more, wait, kept = tf.while_loop(
             lambda done, more, *_: (done < batches) & more,
             body,
@@ -312,22 +329,16 @@ class Window:
         )
         return more | ~runs, wait, elements
 
-    def _no_elements(self) -> list[tuple]:
-        """What each replica of this worker has before the first micro-step."""
-        replicas = strategies.num_local_replicas(self._strategy)
-        (rows, _), data = feeding.nothing(self._spec)
-        return [(rows, data)] * replicas
-
     def _next(self, iterator: Any) -> tuple[Any, ...]:
         """Takes the next micro-batches through forward and backward pass."""
         asked = tf.timestamp()
         with tf.control_dependencies([asked]):
-            rows, last, data = feeding.next_elements(iterator, self._strategy)
+            rows, last, *others = next_elements(iterator, self._strategy)
         with tf.control_dependencies(rows):
             wait = tf.timestamp() - asked
-        elements = list(zip(rows, data, strict=True))
+        elements = list(zip(rows, *others, strict=True))
         found = self._micro_step(elements)
-        more = rows[0] != feeding.NO_MORE_DATA
+        more = rows[0] != NO_MORE_DATA
         return last[0], more, wait, found, elements
 
     def check_search(self) -> None:
@@ -464,9 +475,7 @@ class Window:
         return sums | {
             "gradients": [
                 of(v, g)
-                for v, g in zip(
-                    trained.variables, sums["gradients"], strict=True
-                )
+                for v, g in zip(trained.summed, sums["gradients"], strict=True)
             ]
         }
 
@@ -477,7 +486,10 @@ class Window:
         gradients = [self._step.over(g, divisor) for g in sums["gradients"]]
         norm, finite = tf.zeros([]), tf.constant(True)
         of_groups = {}
-        if gradients:
+        if trained.absorbs:
+            norm = tf.sqrt(tf.reduce_sum(sums["squares"]))
+            finite = tf.math.is_finite(norm)
+        elif gradients:
             if groups := self._group_scale(trained):
                 gradients = groups.unscaled(gradients, trained.variables)
                 of_groups["finite_groups"] = groups.verdicts(
@@ -487,7 +499,7 @@ class Window:
         return of_groups | {
             "gradients": [
                 _cast(g, v.dtype)
-                for g, v in zip(gradients, trained.variables, strict=True)
+                for g, v in zip(gradients, trained.summed, strict=True)
             ],
             "loss": self._step.over(sums["loss"], divisor),
             "weight": weight,
@@ -669,7 +681,7 @@ class Window:
                 self.trained, self._step.specs["sums"], strict=True
             )
             for variable, spec in zip(
-                trained.variables, sums["gradients"], strict=True
+                trained.summed, sums["gradients"], strict=True
             )
             if isinstance(spec, SparseSpec)
         ]
@@ -733,7 +745,7 @@ class Window:
                     "gradients": [
                         of(v, spec)
                         for v, spec in zip(
-                            trained.variables, sums["gradients"], strict=True
+                            trained.summed, sums["gradients"], strict=True
                         )
                     ]
                 }
@@ -758,7 +770,7 @@ class Window:
         update_if(
             self._strategy,
             trained.optimizer,
-            gradients,
+            None if trained.absorbs else gradients,
             trained.variables,
             finite=result["finite"],
             has_weight=counts,
@@ -838,10 +850,16 @@ class Window:
 
     def _first_bad_variable(self, found: Any) -> tf.Tensor:
         """Index of this replica's first bad gradient, int32; or -1."""
-        gradients = [g for sums in found["sums"] for g in sums["gradients"]]
-        if not gradients:
+        finite = [
+            tf.math.is_finite(sums["squares"])
+            if trained.absorbs
+            else reduction.each_finite(sums["gradients"])
+            for trained, sums in zip(self.trained, found["sums"], strict=True)
+            if trained.variables
+        ]
+        if not finite:
             return tf.constant(-1)
-        bad = tf.cast(~reduction.each_finite(gradients), tf.int32)
+        bad = tf.cast(~tf.concat(finite, 0), tf.int32)
         first = tf.argmax(bad, output_type=tf.int32)
         return tf.where(tf.reduce_any(bad > 0), first, -1)
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfaccum import keras_private, loss_scale, reduction
 from tfaccum.reduction import Gradient
+from tfaccum.update import absorbs
 
 # Layers whose kernel has the outputs on its last axis. Not among them, also
 # not by inheritance: depthwise, separable and transposed convolutions,
@@ -197,8 +198,8 @@ def centralized(
 
     Raises:
         TypeError: if `optimizer` is no Keras optimizer.
-        ValueError: if it is built, has a loss scale, consists of several, or
-            is centralized already.
+        ValueError: if it is built, has a loss scale, consists of several,
+            absorbs gradients, or is centralized already.
         ValueError: if there are no variables, or one has rank 1 or less.
 
     Source: Yong, Huang, Hua and Zhang, Gradient Centralization (2020),
@@ -220,6 +221,12 @@ def centralized(
         raise ValueError(
             "`optimizer` must be one ordinary optimizer. Received: optimizer="
             f"{kind}."
+        )
+    if absorbs(optimizer):
+        raise ValueError(
+            "`optimizer` must be given the gradient of a window. Received: "
+            f"optimizer={kind}, which takes that of each micro-batch. Use "
+            "keras.optimizers.Adam."
         )
     if optimizer.built:
         raise ValueError(
