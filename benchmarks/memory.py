@@ -5,13 +5,15 @@
 Each measurement is a process of its own, on Linux: once a small batch has been
 trained on, so that everything is traced and all variables are there, its peak
 is set back (/proc/self/clear_refs) and `fit` runs once more. Printed is by how
-much the peak of that `fit` lies above what was resident before. One JSON line
-for each of
+much the peak of that `fit` lies above what was resident before, or, of
+optimizers, before the model was made. One JSON line for each of
 
 * `memory_of_a_batch`: a global batch uncut, and cut into 8 micro-batches, of a
   model with few parameters and many activations;
 * `memory_by_steps`: K = 2 and K = 32 micro-batches of the same size;
-* `memory_of_sums`: counted, for each `accumulator_dtype`;
+* `memory_of_optimizers`: Adam and AdamA, of a model with many parameters and
+  few activations;
+* `memory_of_sums`: counted, for each `accumulator_dtype`, and with AdamA;
 * `memory_after_updates`: resident memory, objects and traces after 200 and
   after 1,000 updates.
 """
@@ -71,6 +73,33 @@ def peak(rows, micro_batch, steps):
     return {"idle_mb": before, "mb": resident("VmHWM") - before}
 
 
+def of_optimizer(name):
+    """Megabytes of a model of many parameters and of its updates."""
+    import keras
+    import tensorflow as tf
+
+    import tfaccum
+    from benchmarks.models import HEAVY
+
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    kind = {"Adam": keras.optimizers.Adam, "AdamA": tfaccum.AdamA}[name]
+    gc.collect()
+    before = resident("VmRSS")
+    model = HEAVY.compiled(
+        tfaccum.Model,
+        optimizer=kind(),
+        micro_batch_size=HEAVY.micro_batch,
+        on_nonfinite="raise",
+        jit_compile=False,
+    )
+    data = HEAVY.data(4 * HEAVY.micro_batch)
+    model.fit(*data, batch_size=len(data[0]), verbose=0)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    model.fit(*data, batch_size=len(data[0]), verbose=0)
+    return {"mb": resident("VmHWM") - before}
+
+
 def sums():
     """Bytes of the sums, counted, beside those of the parameters."""
     import tensorflow as tf
@@ -90,16 +119,29 @@ def sums():
         # Beside the gradients: loss, weight and examples, one float32 each.
         size = tf.as_dtype(dtype or "float32").size
         expected = model.count_params() * size + 12 if steps > 1 else 0
-        found.append(
-            {
-                "steps": steps,
-                "accumulator_dtype": dtype,
-                "parameters": model.count_params(),
-                "bytes": model.accumulator_bytes,
-                "expected_bytes": expected,
-            }
-        )
-    return found
+        found.append(counted(model, "Adam", steps, dtype, expected))
+    model = case.compiled(
+        tfaccum.Model,
+        optimizer=tfaccum.AdamA(),
+        micro_batch_size=4,
+        on_nonfinite="raise",
+    )
+    model.fit(*case.data(16), batch_size=8, verbose=0)
+    # In place of gradients one number for each variable.
+    expected = 4 * len(model.trainable_variables) + 12
+    return [*found, counted(model, "AdamA", 2, None, expected)]
+
+
+def counted(model, optimizer, steps, dtype, expected):
+    """One case of `sums`."""
+    return {
+        "optimizer": optimizer,
+        "steps": steps,
+        "accumulator_dtype": dtype,
+        "parameters": model.count_params(),
+        "bytes": model.accumulator_bytes,
+        "expected_bytes": expected,
+    }
 
 
 def after(first, last):
@@ -155,10 +197,10 @@ def measured(function, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def in_pairs(cases, rounds):
-    """Megabytes of each case of `peak`, by round; two at a time, untimed."""
+def in_pairs(cases, rounds, function=peak):
+    """Megabytes of each case, by round; two at a time, untimed."""
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda c: measured(peak, *c), cases * rounds))
+        found = list(pool.map(lambda c: measured(function, *c), cases * rounds))
     return [
         [each["mb"] for each in found[i :: len(cases)]]
         for i in range(len(cases))
@@ -186,6 +228,14 @@ def lines(rows, rounds, updates):
         "rounds": rounds,
         "mb": [benchmarks.spread(few, 1), benchmarks.spread(many, 1)],
         **benchmarks.against(many, few, 1.02),
+    }
+    adam, adama = in_pairs([("Adam",), ("AdamA",)], rounds, of_optimizer)
+    yield {
+        "what": "memory_of_optimizers",
+        "rounds": rounds,
+        "adam_mb": benchmarks.spread(adam, 1),
+        "adama_mb": benchmarks.spread(adama, 1),
+        **benchmarks.against(adama, adam, None),
     }
     yield {"what": "memory_of_sums", "cases": measured(sums)}
     yield {

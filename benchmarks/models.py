@@ -90,6 +90,14 @@ def wide(size: int = 64, depth: int = 6):
     )
 
 
+def heavy(size: int = 1024, depth: int = 8):
+    """Many parameters, few activations."""
+    inputs = x = keras.Input((size,))
+    for _ in range(depth):
+        x = keras.layers.Dense(size, activation="relu")(x)
+    return inputs, keras.layers.Dense(10)(x)
+
+
 def deep(depth: int = 20):
     """Many small layers: takes longer to trace than to run."""
     inputs = x = keras.Input((8,))
@@ -114,4 +122,5 @@ CASES = {
 }
 # For memory, and for the start of a run.
 WIDE = Case(wide, 32, _normal(64, 64, 3), updates=1)
+HEAVY = Case(heavy, 4, _normal(1024), updates=1)
 DEEP = Case(deep, 8, _normal(8), updates=1)

@@ -167,9 +167,15 @@ def memory(rows):
     found = {row["what"]: row for row in rows}
     if "memory_of_a_batch" not in found:
         return
-    batch, by_steps, sums, after = (
+    batch, by_steps, optimizers, sums, after = (
         found[f"memory_{name}"]
-        for name in ("of_a_batch", "by_steps", "of_sums", "after_updates")
+        for name in (
+            "of_a_batch",
+            "by_steps",
+            "of_optimizers",
+            "of_sums",
+            "after_updates",
+        )
     )
     few, many = by_steps["steps"]
     yield from table(
@@ -190,13 +196,23 @@ def memory(rows):
                 spread(by_steps["ratio"]),
                 verdict(by_steps),
             ],
+            [
+                "many parameters, Adam and AdamA, above the process without "
+                "the model",
+                spread(optimizers["adam_mb"], 0),
+                spread(optimizers["adama_mb"], 0),
+                spread(optimizers["ratio"]),
+                verdict(optimizers),
+            ],
         ],
     )
     yield from ("", "The sums of one replica, counted:", "")
     yield from table(
-        ["K", "`accumulator_dtype`", "parameters", "bytes", "expected"],
+        ["optimizer", "K", "`accumulator_dtype`", "parameters"]
+        + ["bytes", "expected"],
         [
             [
+                case["optimizer"],
                 case["steps"],
                 case["accumulator_dtype"] or "None",
                 f"{case['parameters']:,}",

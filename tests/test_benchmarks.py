@@ -101,13 +101,24 @@ def test_memory_of_batches_and_windows():
 @pytest.mark.slow
 def test_sums_take_what_the_parameters_take():
     sizes = {None: 0, "float32": 4, "bfloat16": 2, "float64": 8}
-    cases = printed("memory")["memory_of_sums"]["cases"]
+    *cases, of_adama = printed("memory")["memory_of_sums"]["cases"]
     assert [case["accumulator_dtype"] for case in cases] == list(sizes)
     for case in cases:
         size = sizes[case["accumulator_dtype"]]
         # Loss, weight and examples are sums too, if there are any.
         beside = 12 if case["steps"] > 1 else 0
         assert case["bytes"] == case["expected_bytes"] == 314 * size + beside
+    # Of four variables one number each.
+    assert of_adama["optimizer"] == "AdamA"
+    assert of_adama["bytes"] == of_adama["expected_bytes"] == 4 * 4 + 12
+
+
+@pytest.mark.slow
+def test_adama_takes_less_than_adam():
+    row = printed("memory")["memory_of_optimizers"]
+    assert is_spread(row["adam_mb"]) and is_spread(row["adama_mb"])
+    # One set of the parameters less, of 32 MB: what a process takes varies.
+    assert row["adam_mb"][0] - row["adama_mb"][0] > 16
 
 
 @pytest.mark.slow
@@ -284,7 +295,14 @@ def all_rows():
 def test_page_has_a_place_for_each_table():
     page = performance_report.PAGE.read_text()
     written = performance_report.written(page, all_rows())
-    for text in ("Without XLA", "314", "nodes", "between", "no GPU here"):
+    for text in (
+        "Without XLA",
+        "314",
+        "AdamA",
+        "nodes",
+        "between",
+        "no GPU here",
+    ):
         assert text in written
     assert performance_report.written(written, all_rows()) == written
     # What was not measured stays.
