@@ -478,6 +478,17 @@ def test_a_bad_gradient_ends_training_and_is_named(replicas, bad):
     assert toy.iterations_of(model) == 1
 
 
+def test_no_window_follows_a_bad_one_in_the_same_call():
+    """Its moments, which are bad now, would reach the weights."""
+    model = toy.toy(
+        optimizer=adama(), micro_batch_size=1, steps_per_execution=3, **HOW
+    )
+    with pytest.raises(RuntimeError, match="must be finite"):
+        toy.fit(model, toy.batches([0], [np.inf], [3]))
+    assert toy.weight_of(model) == 0 and toy.iterations_of(model) == 1
+    assert [u.skipped for u in model.last_updates] == [False, True]
+
+
 # --- What is kept, and what travels ---------------------------------------
 
 
@@ -594,10 +605,11 @@ def test_ids_that_repeat_are_added_up_before_they_are_squared(replicas):
 
 
 class Two(tfaccum.Model):
-    """Two scalars with losses and optimizers of their own: d * x and g * x."""
+    """Two scalars with losses and optimizers of their own: d x, factor g x."""
 
-    def __init__(self, optimizers):
+    def __init__(self, optimizers, factor=1.0):
         super().__init__()
+        self.factors = (1.0, factor)
         self.parts = [
             self.add_weight(shape=(), initializer="zeros", name=name)
             for name in "dg"
@@ -605,9 +617,11 @@ class Two(tfaccum.Model):
         self.optimizers = optimizers
 
     def train_step(self, data):
-        for part, optimizer in zip(self.parts, self.optimizers, strict=True):
+        for part, optimizer, factor in zip(
+            self.parts, self.optimizers, self.factors, strict=True
+        ):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(part * data)
+                loss = tf.reduce_mean(part * data * factor)
             self.accumulate(tape, loss, tf.shape(data)[0], optimizer, [part])
         return {}
 
@@ -633,6 +647,16 @@ def test_beside_an_optimizer_of_another_kind(replicas, is_built):
     assert found == pytest.approx([m, v], rel=1e-6)
     # Of one optimizer a gradient; loss and weight of both; the examples.
     assert model.accumulator_bytes == 4 * (1 + 1 + 2 * 2 + 1)
+
+
+def test_the_second_one_ends_training_too():
+    """Its moments are broken, although the first one's update is made."""
+    model = Two([keras.optimizers.SGD(1.0), adama()()], factor=1e38)
+    model.compile(model.optimizers[0], micro_batch_size=1, **HOW)
+    x = tf.data.Dataset.from_tensor_slices([1.0, 20.0]).batch(2)
+    with pytest.raises(RuntimeError, match="that of two/g on replica 0"):
+        model.fit(x, verbose=0)
+    assert [float(part) for part in model.parts] == [-10.5, 0]
 
 
 def test_another_optimizer_is_looked_at_when_traced():

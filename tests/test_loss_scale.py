@@ -256,6 +256,21 @@ def test_on_nonfinite_in_every_precision(choice, policy):
     assert int(model.optimizer.iterations.numpy()) == updates
 
 
+def test_raise_ends_a_call_of_several_windows():
+    """The third window is not made, although it is good."""
+    model, _ = toy()
+    model.compile(
+        keras.optimizers.SGD(1.0), on_nonfinite="raise", steps_per_execution=3
+    )
+    x = np.ones((3, 2), "float32")
+    x[1] = np.inf
+    data = tf.data.Dataset.from_tensor_slices(x).batch(1)
+    with pytest.raises(RuntimeError, match="1 updates in a row"):
+        model.fit(data, verbose=0)
+    np.testing.assert_array_equal(model.w.numpy(), [-1.0, -1.0])
+    assert int(model.optimizer.iterations.numpy()) == 1
+
+
 def test_unknown_choices_are_refused():
     model, _ = toy()
     with pytest.raises(ValueError, match="one of 'skip', 'raise', 'apply'"):

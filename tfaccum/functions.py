@@ -233,7 +233,10 @@ class Functions:
                     iterator, tf.minimum(steps, batches - done), stops
                 )
                 rows = tf.concat([rows, row[tf.newaxis]], 0)
-                return done + steps, more, stopped, logs, counts, rows
+                done = tf.where(
+                    window.ends_training(row), batches, done + steps
+                )
+                return done, more, stopped, logs, counts, rows
 
             fields = window.num_fields
             start = (

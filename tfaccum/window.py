@@ -357,6 +357,17 @@ class Window:
                 "tfaccum.layers.WindowBatchNormalization."
             )
 
+    def ends_training(self, row: tf.Tensor) -> tf.Tensor:
+        """Whether no window may follow one with this row, scalar bool.
+
+        What it has left, such as moments that have absorbed a bad gradient,
+        must not reach the weights before `fit` raises.
+        """
+        if not self._trains or self._model.on_nonfinite != "raise":
+            return tf.constant(False)
+        fields = [field.name for field in dataclasses.fields(Update)]
+        return row[fields.index("skipped")] > 0
+
     # --- Taken back --------------------------------------------------------
 
     def remember(self) -> list[tuple[tf.Variable, tf.Tensor]]:
@@ -818,15 +829,21 @@ class Window:
         examples = self._local(reduced["examples"])
         if not self._trains:
             return [examples]
-        result = self._results(reduced)[0]
-        optimizer = self.trained[0].optimizer
+        results = self._results(reduced)
+        result, optimizer = results[0], self.trained[0].optimizer
+        # One that has absorbed what is bad cannot go on, whichever it is.
+        judged_by = [
+            r["finite"]
+            for trained, r in zip(self.trained, results, strict=True)
+            if r is result or trained.absorbs
+        ]
         scale = loss_scale.current_scale(optimizer)
         return [
             result["loss"],
             loss_scale.unwrapped(optimizer).learning_rate,
             result["norm"],
             1.0 if scale is None else scale,
-            ~result["finite"],
+            ~tf.reduce_all(judged_by),
             examples,
             result["weight"],
         ]
