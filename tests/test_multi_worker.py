@@ -30,18 +30,29 @@ CHECKS = (
     "in_step",
     "batch_norm",
     "collectives",
+    "micro_steps",
+    "micro_steps_of_cut_batches",
     "digits",
 )
 
 
+@pytest.fixture(scope="module", params=[0, 16])
+def bytes_per_pack(request):
+    """0: all travels at once. Else the last micro-step is peeled."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, bytes_per_pack):
     """What each worker found, by the name of the check."""
     directory = tmp_path_factory.mktemp("workers")
     data_dir = directory / "data"
     checks.pipeline(data_dir)  # Writes the files, before two workers would.
     return workers.run_checks(
-        "checks", CHECKS, directory, env={"DIGITS": str(data_dir)}
+        "checks",
+        CHECKS,
+        directory,
+        env={"DIGITS": str(data_dir), "BYTES_PER_PACK": str(bytes_per_pack)},
     )
 
 
@@ -261,9 +272,20 @@ def test_J3_digits_are_seen_once_per_epoch(results):
 
 @pytest.mark.parametrize("index,steps", [(0, 1), (1, 4)])
 def test_D10_one_collective_per_window_and_none_for_the_input(
-    both, index, steps
+    both, bytes_per_pack, index, steps
 ):
     """The dataset is finite, yet no worker is asked whether it has more."""
     micro_step, whole = both("collectives")[index]
     assert micro_step == []
-    assert whole == ["CollectiveReduceV2"]
+    assert set(whole) == {"CollectiveReduceV2"}
+    assert len(whole) == 1 or bytes_per_pack
+
+
+def test_the_last_of_several_micro_steps_is_peeled_for_packs(
+    both, bytes_per_pack
+):
+    """Then the graph has it twice: in the loop, and behind it."""
+    one, four = both("micro_steps")
+    assert one == 1
+    assert four == (2 if bytes_per_pack else 1)
+    assert both("micro_steps_of_cut_batches") == 1

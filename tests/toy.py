@@ -9,6 +9,8 @@ update from zero
 where a is the weight of an example.
 """
 
+import os
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -115,13 +117,18 @@ def strategy_of(replicas):
 
 
 def worker_strategy(replicas):
-    """The strategy of a worker with so many replicas."""
+    """The strategy of a worker with so many replicas.
+
+    Gradients travel in packs of `BYTES_PER_PACK`, if that is set.
+    """
     if replicas > 1:
         (cpu,) = tf.config.list_physical_devices("CPU")
         tf.config.set_logical_device_configuration(
             cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
         )
-    return tfaccum.make_strategy()
+    return tfaccum.make_strategy(
+        bytes_per_pack=int(os.environ.get("BYTES_PER_PACK", "0"))
+    )
 
 
 def scalar(start=0.0, name="w", **arguments):

@@ -59,12 +59,19 @@ class DenseSum:
         else:
             total.assign_add(tf.cast(tensor, total.dtype))
 
-    def value(self) -> tf.Tensor:
-        """This replica's sum, float32 or wider. Context: replica."""
+    def value(self, plus: Gradient | None = None) -> tf.Tensor:
+        """This replica's sum, float32 or wider. Context: replica.
+
+        Args:
+            plus: what is added to it here, and not kept.
+        """
         total = self._total
-        return tf.cast(
+        value = tf.cast(
             tf.identity(total), reduction.accumulator_dtype(total.dtype)
         )
+        if plus is None:
+            return value
+        return value + tf.cast(tf.convert_to_tensor(plus), value.dtype)
 
     def reset(self) -> None:
         """Sets this replica's sum to zero. Context: replica."""
@@ -112,34 +119,36 @@ class SparseSum:
                 "The gradient of a sparse variable must be IndexedSlices. "
                 f"Received: a tensor of shape {slices.shape}."
             )
-        dtype = max(
-            (reduction.accumulator_dtype(self._values.dtype), slices.dtype),
-            key=lambda dtype: dtype.size,
-        )
-        held = self.value()
-        total = combined(
-            tf.IndexedSlices(
-                tf.concat(
-                    [tf.cast(s.values, dtype) for s in (held, slices)], 0
-                ),
-                tf.concat(
-                    [tf.cast(s.indices, tf.int64) for s in (held, slices)], 0
-                ),
-            )
-        )
+        total = self.value(slices)
         self._values.assign(tf.cast(total.values, self._values.dtype))
         self._indices.assign(total.indices)
         self._most.assign(
             tf.maximum(self._most, tf.size(total.indices, tf.int64))
         )
 
-    def value(self) -> tf.IndexedSlices:
-        """This replica's sum, float32 or wider. Context: replica."""
+    def value(self, plus: tf.IndexedSlices | None = None) -> tf.IndexedSlices:
+        """This replica's sum, float32 or wider. Context: replica.
+
+        Args:
+            plus: what is added to it here, and not kept.
+        """
         dtype = reduction.accumulator_dtype(self._values.dtype)
-        return tf.IndexedSlices(
+        held = tf.IndexedSlices(
             tf.cast(tf.identity(self._values), dtype),
             tf.identity(self._indices),
             tf.constant(self._shape.as_list(), tf.int64),
+        )
+        if plus is None:
+            return held
+        dtype = max((dtype, plus.dtype), key=lambda dtype: dtype.size)
+        return combined(
+            tf.IndexedSlices(
+                tf.concat([tf.cast(s.values, dtype) for s in (held, plus)], 0),
+                tf.concat(
+                    [tf.cast(s.indices, tf.int64) for s in (held, plus)], 0
+                ),
+                held.dense_shape,
+            )
         )
 
     def reset(self) -> None:
@@ -201,9 +210,23 @@ class ReplicaSums:
         ):
             part.add(tensor)
 
-    def values(self) -> Any:
-        """This replica's sums, a nest of float32 or wider. Context: replica."""
-        return tf.nest.map_structure(lambda part: part.value(), self.parts)
+    def values(self, plus: Any = None) -> Any:
+        """This replica's sums, a nest of float32 or wider. Context: replica.
+
+        Args:
+            plus: a nest as for `add`, added here and not kept; None: nothing.
+        """
+        parts = tf.nest.flatten(self.parts)
+        added = [None] * len(parts)
+        if plus is not None:
+            added = tf.nest.flatten(plus, expand_composites=False)
+        return tf.nest.pack_sequence_as(
+            self.parts,
+            [
+                part.value(tensor)
+                for part, tensor in zip(parts, added, strict=True)
+            ],
+        )
 
     def reset(self) -> None:
         """Sets this replica's sums to zero. Context: replica."""

@@ -435,6 +435,15 @@ def global_seed() -> int | None:
 # --- Distribution ----------------------------------------------------------
 
 
+def bytes_per_pack(strategy: tf.distribute.Strategy) -> int:
+    """The `bytes_per_pack` of a MultiWorkerMirroredStrategy; 0: one pack.
+
+    It is an argument of the strategy, which keeps it to itself.
+    """
+    options = getattr(strategy.extended, "_communication_options", None)
+    return 0 if options is None else options.bytes_per_pack
+
+
 def per_replica(values: Sequence[Any]) -> Any:
     """A nest with one value per replica of this worker, from existing nests.
 

@@ -153,6 +153,21 @@ class Window:
         return any(needs_losses(t.optimizer) for t in self.trained)
 
     @property
+    def _peels(self) -> bool:
+        """Whether the last micro-step stands behind the loop of the others.
+
+        Its gradients then travel pack by pack while it goes backward. One
+        that is cut does not know that it is the last.
+        """
+        return (
+            self._trains
+            and self._workers > 1
+            and keras_private.bytes_per_pack(self._strategy) > 0
+            and self._model.micro_batch_size is None
+            and not self._searches
+        )
+
+    @property
     def num_fields(self) -> int:
         """Length of the row that `run` returns."""
         return len(dataclasses.fields(Update)) if self._trains else 1
@@ -230,8 +245,7 @@ class Window:
         run = self._strategy.run
         before = run(self._layer_state), run(self._recallable)
         if self._accumulates:
-            more, wait, elements = self._accumulate(iterator, batches, stops)
-            return before, more, wait, (), elements
+            return before, *self._accumulate(iterator, batches, stops)
         _, more, wait, found, elements = self._next(iterator)
         return before, more, wait, found, elements if self._searches else ()
 
@@ -240,7 +254,7 @@ class Window:
         run = self._strategy.run
         (state, before), more, wait, found, elements = begun
         if self._accumulates:
-            found = run(self.sums.values)
+            found = run(self.sums.values, args=(found,))
         reduced = run(self._reduce, args=(more, stops, found))
         stopped = self._local(reduced["stopped"])
         results = self._results(reduced)
@@ -278,13 +292,15 @@ class Window:
 
     def _accumulate(
         self, iterator: Any, batches: tf.Tensor, stops: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    ) -> tuple[tf.Tensor, tf.Tensor, Any, Any]:
         """Adds up micro-steps until `batches` have ended, one after the other.
 
         Returns:
             Whether there are more, the seconds in which data were waited for,
-            and the last elements if they are needed.
+            what the last micro-step has found if it has not been added (or
+            None), and the last elements if they are needed.
         """
+        peels = int(self._peels)
 
         def body(
             done: tf.Tensor, _: tf.Tensor, waited: tf.Tensor, kept: list
@@ -307,7 +323,7 @@ class Window:
             else ([], [])
         )
         _, more, wait, kept = tf.while_loop(
-            lambda done, more, *_: (done < batches) & more,
+            lambda done, more, *_: (done < batches - peels) & more,
             body,
             (
                 tf.constant(0),
@@ -327,7 +343,11 @@ class Window:
         elements = tf.nest.pack_sequence_as(
             none_yet, kept, expand_composites=True
         )
-        return more | ~runs, wait, elements
+        found = None
+        if peels:
+            _, more, waited, found, _ = self._next(iterator)
+            wait += waited
+        return more | ~runs, wait, found, elements
 
     def _next(self, iterator: Any) -> tuple[Any, ...]:
         """Takes the next micro-batches through forward and backward pass."""

@@ -435,22 +435,50 @@ class Marked(tfaccum.Model):
         return super().train_step((tf.identity(x, "in_micro_step"), y))
 
 
-def collectives(strategy):
+def _graphs_with_a_micro_step(strategy, **how):
     """Of the whole train function, and of the micro-step in it."""
-    found = []
-    for steps in (1, 4):
-        x, y, _ = data()
-        finite = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
-        with graphs.traced() as traced:
-            model = norm_network(
-                strategy, Marked, gradient_accumulation_steps=steps
+    x, y, _ = data()
+    finite = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    with graphs.traced() as traced:
+        norm_network(strategy, Marked, **how).fit(finite, verbose=0)
+    marked = [
+        graph
+        for graph in traced
+        if any("in_micro_step" in n for _, n in graphs.operations(graph))
+    ]
+    return sorted(marked, key=lambda graph: len(graphs.operations(graph)))
+
+
+def collectives(strategy):
+    return [
+        [
+            graphs.collectives(graph)
+            for graph in _graphs_with_a_micro_step(
+                strategy, gradient_accumulation_steps=steps
             )
-            model.fit(finite, verbose=0)
-        marked = [
-            graph
-            for graph in traced
-            if any("in_micro_step" in n for _, n in graphs.operations(graph))
         ]
-        marked.sort(key=lambda graph: len(graphs.operations(graph)))
-        found.append([graphs.collectives(graph) for graph in marked])
-    return found
+        for steps in (1, 4)
+    ]
+
+
+def _number_of_micro_steps(strategy, **how):
+    """How often the graph of a window has the micro-step, for one of it."""
+    micro_step, whole = (
+        sum("in_micro_step" in name for _, name in graphs.operations(graph))
+        for graph in _graphs_with_a_micro_step(strategy, **how)
+    )
+    assert whole % micro_step == 0
+    return whole // micro_step
+
+
+def micro_steps(strategy):
+    return [
+        _number_of_micro_steps(strategy, gradient_accumulation_steps=steps)
+        for steps in (1, 4)
+    ]
+
+
+def micro_steps_of_cut_batches(strategy):
+    return _number_of_micro_steps(
+        strategy, gradient_accumulation_steps=4, micro_batch_size=1
+    )
