@@ -115,9 +115,9 @@ CASES = {
         transformer,
         32,
         lambda rng, rows: rng.integers(0, 1000, (rows, 32)).astype("int32"),
-        updates=4,
+        updates=6,
     ),
-    "cnn": Case(cnn, 128, _normal(32, 32, 3), updates=2),
+    "cnn": Case(cnn, 128, _normal(32, 32, 3), updates=3),
     "mlp": Case(mlp, 8, _normal(8), updates=96),
 }
 # For memory, and for the start of a run.

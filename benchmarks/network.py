@@ -49,14 +49,19 @@ def case(
     wire_dtype: str | None,
     mbit: float | None,
     replica_reduction: str = "mean",
+    *,
+    layers: int = 1,
+    micro_batch: int = MICRO_BATCH,
 ) -> dict[str, Any]:
-    """What a worker is told to measure."""
+    """What a worker is told to measure; about so many parameters."""
     return {
         "parameters": parameters,
         "K": k,
         "wire_dtype": wire_dtype,
         "mbit": mbit,
         "replica_reduction": replica_reduction,
+        "layers": layers,
+        "micro_batch_size": micro_batch,
     }
 
 
@@ -66,6 +71,7 @@ def measure(
     workers: int,
     mtu: int = JUMBO,
     delay: float | None = None,
+    bytes_per_pack: int = 0,
     rounds: int = 3,
     updates: int = 3,
     timeout: float = 1800,
@@ -89,6 +95,7 @@ def measure(
                 "index": index,
                 "hosts": network.hosts,
                 "ends": network.ends(index),
+                "bytes_per_pack": bytes_per_pack,
                 "cases": list(cases),
                 "rounds": rounds,
                 "updates": updates,
@@ -116,6 +123,7 @@ def measure(
         "workers": workers,
         "mtu": mtu,
         "delay": delay,
+        "bytes_per_pack": bytes_per_pack,
         **about_here(),
     }
     rows = [
@@ -192,12 +200,11 @@ def _row(
         cost_model.WIRE_BYTES[what["wire_dtype"]],
     )
     median = statistics.median(seconds)
-    examples = MICRO_BATCH * setting["workers"] * what["K"]
+    examples = what["micro_batch_size"] * setting["workers"] * what["K"]
     return {
         "what": "update",
         **what,
         "parameters": first["parameters"],
-        "micro_batch_size": MICRO_BATCH,
         "bytes_sent_per_worker_per_update": round(sent),
         "bytes_expected": round(expected),
         "bytes_ratio": sent / expected,

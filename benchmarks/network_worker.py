@@ -37,7 +37,8 @@ def work(text: str) -> None:
     strategy = tfaccum.make_strategy(
         cluster=cluster.from_hosts(
             [f"{host}:{PORT}" for host in told["hosts"]], told["index"]
-        )
+        ),
+        bytes_per_pack=told["bytes_per_pack"],
     )
     keras.utils.set_random_seed(0)
     models: dict[tuple, Any] = {}
@@ -56,11 +57,11 @@ def work(text: str) -> None:
                 "packets": [],
             }
         )
-    rows = MICRO_BATCH * len(told["hosts"])
     for _ in range(told["rounds"]):
         for case, results in zip(told["cases"], found, strict=True):
             model = models[key(case)]
             namespaces.limit(told["ends"], case["mbit"])
+            rows = case["micro_batch_size"] * len(told["hosts"])
             shape = (rows, model.input_shape[1])
             data = (
                 keras.random.normal(shape, seed=1),
@@ -83,10 +84,14 @@ def key(case: dict[str, Any]) -> tuple:
 
 
 def _model(case: dict[str, Any], keras: Any, tfaccum: Any) -> Any:
-    """A perceptron with about so many parameters: h * (h + 11) + 10."""
-    width = max(1, round((case["parameters"] + 20) ** 0.5 - 5.5))
-    inputs = keras.Input((width,))
-    x = keras.layers.Dense(width, activation="relu")(inputs)
+    """A perceptron with about so many parameters: n h (h + 1) + 10 (h + 1)."""
+    layers = case["layers"]
+    half = (layers + 10) / (2 * layers)
+    root = ((case["parameters"] - 10) / layers + half**2) ** 0.5
+    width = max(1, round(root - half))
+    inputs = x = keras.Input((width,))
+    for _ in range(layers):
+        x = keras.layers.Dense(width, activation="relu")(x)
     model = tfaccum.Model(inputs, keras.layers.Dense(10)(x))
     model.compile(
         keras.optimizers.SGD(0.01),

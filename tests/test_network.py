@@ -289,6 +289,22 @@ def test_a_row_says_where_it_was_measured(measured):
     assert row["commit"] and row["hardware"] and row["tensorflow"]
 
 
+@pytest.mark.slow
+def test_packs_and_deeper_networks(permitted):
+    case = network.case(20_000, 2, None, None, layers=8, micro_batch=4)
+    row, _ = network.measure(
+        [case], workers=2, bytes_per_pack=8000, rounds=1, updates=2
+    )
+    # Eight layers of 49 units, and ten outputs.
+    assert row["parameters"] == 8 * 49 * 50 + 10 * 50 == 20_100
+    assert (row["bytes_per_pack"], row["layers"]) == (8000, 8)
+    assert row["examples_per_second"] == pytest.approx(
+        4 * 2 * 2 / row["seconds_per_update"]
+    )
+    sent = row["bytes_sent_per_worker_per_update"]
+    assert 4 * 20_100 < sent < 1.5 * 4 * 20_100
+
+
 def test_a_worker_that_fails_is_shown_and_nothing_is_left(permitted):
     wrong = network.case(1000, 1, "float8", mbit=200)
     with pytest.raises(RuntimeError, match="(?s)worker .*wire_dtype='float8'"):
