@@ -662,3 +662,16 @@ def test_local_cpus():
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == 3
     assert tf.distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
+
+
+def test_bytes_per_pack():
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=1234
+    )
+    several = tf.distribute.MultiWorkerMirroredStrategy(
+        communication_options=options
+    )
+    assert keras_private.bytes_per_pack(several) == 1234
+    plain = tf.distribute.MultiWorkerMirroredStrategy()
+    assert keras_private.bytes_per_pack(plain) == 0
+    assert keras_private.bytes_per_pack(tf.distribute.get_strategy()) == 0

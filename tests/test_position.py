@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 from tests import toy
-from tfaccum import arrays, data
+from tfaccum import arrays, data, feeding
 from tfaccum.feeding import NO_MORE_DATA, Source
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -663,6 +663,21 @@ def test_short_epochs_are_of_one_iterator():
     assert len(iterators) == 3  # Of 8, 8 and 3 epochs.
     # Each epoch is asked for once, but for the first look.
     assert data.asked == [(0, 0), *((epoch, 0) for epoch in range(1, 20))]
+
+
+def test_the_stream_of_a_dataset_is_made_once(monkeypatch):
+    made, original = [], feeding.micro_batch_stream
+
+    def noting(*arguments, **options):
+        made.append(original(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(feeding, "micro_batch_stream", noting)
+    source = make("dataset")
+    for epoch in range(3):
+        assert xs(source.begin_epoch(epoch)) == of_epoch("dataset", epoch)
+        source.end_epoch(4, exhausted=True)
+    assert len(made) == 1
 
 
 def test_short_epochs_from_the_middle_of_one():

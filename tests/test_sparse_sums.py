@@ -699,6 +699,33 @@ def test_a_sum_holds_each_row_once():
     assert sums.num_bytes == 3 * (2 * 4 + INDEX_BYTES)  # The most so far.
 
 
+def test_values_with_more_that_is_not_kept():
+    """Of a sum of rows, of a dense one of the same table, and of a scalar."""
+    shape = tf.TensorShape([3, 1])
+    sums = ReplicaSums.zeros(
+        [
+            sparse.SparseSpec(shape, tf.float32),
+            tf.TensorSpec(shape, tf.bfloat16),
+            tf.TensorSpec([], tf.float32),
+        ]
+    )
+
+    def found(*indices):
+        rows = 1.0 + tf.range(len(indices), dtype=tf.float32)[:, tf.newaxis]
+        of_rows = tf.IndexedSlices(rows, tf.constant(indices), shape)
+        return [of_rows, of_rows, tf.constant(10.0)]
+
+    sums.add(found(2, 0))
+    for _ in range(2):
+        rows, table, scalar = sums.values(found(0, 0, 2))
+        assert in_each(rows) == {2: [1 + 3], 0: [2 + 1 + 2]}
+        assert table.dtype == tf.float32
+        assert table.numpy().tolist() == [[2 + 1 + 2], [0], [1 + 3]]
+        assert float(scalar) == 20
+    rows, table, scalar = sums.values()
+    assert in_each(rows) == {2: [1], 0: [2]} and float(scalar) == 10
+
+
 def test_accumulator_of_ones_own_with_a_sparse_variable():
     """Replica 1 has other rows, and none in the second micro-step."""
     strategy = toy.strategy_of(2)
