@@ -1,5 +1,6 @@
 """Benchmarks: each prints JSON lines, with commit and machine."""
 
+import random
 import statistics
 import subprocess
 import time
@@ -47,13 +48,12 @@ def in_turn(
 ) -> dict[str, list[Seconds]]:
     """Seconds of each, once per round: what slows one down slows all down.
 
-    Another one begins each round, so that none always follows the same one.
+    In another order each time, so that none always follows the same one.
     """
-    names = list(contenders)
-    found: dict[str, list[Seconds]] = {name: [] for name in names}
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(contenders), len(contenders)):
             found[name].append(contenders[name]())
     return found
 

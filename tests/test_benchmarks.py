@@ -5,6 +5,7 @@ start many processes with the slow tests.
 """
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -204,9 +205,13 @@ def test_contenders_take_turns():
     def contender(name):
         return lambda: order.append(name) or (len(order), 0)
 
-    found = benchmarks.in_turn({n: contender(n) for n in "ab"}, rounds=2)
-    assert order == ["a", "b", "b", "a"]
-    assert found == {"a": [(1, 0), (4, 0)], "b": [(2, 0), (3, 0)]}
+    found = benchmarks.in_turn({n: contender(n) for n in "abcd"}, rounds=8)
+    turns = [order[i : i + 4] for i in range(0, 32, 4)]
+    assert all(sorted(turn) == list("abcd") for turn in turns)
+    # Each has been ahead of each other one.
+    pairs = {pair for turn in turns for pair in itertools.pairwise(turn)}
+    assert len(pairs) == 4 * 3
+    assert found["b"] == [(i + 1, 0) for i, n in enumerate(order) if n == "b"]
 
 
 def test_the_best_of_both_are_compared():
