@@ -394,11 +394,15 @@ def plot(rows, path):
     from matplotlib import pyplot
 
     found = {row["what"]: row for row in rows}
-    speed = [r for r in rows if r["what"] == "step_time" and not r["jit"]]
+    speed = [
+        r
+        for r in rows
+        if r["what"] == "step_time" and r["is_usual"] and not r["jit"]
+    ]
     if not speed or "memory_of_a_batch" not in found:
         return
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 4), width_ratios=(3, 1), layout="constrained"
+        1, 2, figsize=(11, 5), width_ratios=(3, 1), layout="constrained"
     )
     width = 0.8 / len(WHO)
     for i, (who, label) in enumerate(WHO.items()):
@@ -416,7 +420,12 @@ def plot(rows, path):
         [row["model"] for row in speed],
     )
     left.set(title="time of an update; tfaccum = 1", yscale="log")
-    left.legend(fontsize="small", ncols=2)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        fontsize="small",
+        ncols=4,
+        loc="outside lower center",
+    )
     batch = found["memory_of_a_batch"]
     right.bar(
         ["uncut", f"cut into {batch['pieces']}"],
