@@ -268,6 +268,56 @@ def test_each_kind_of_data_is_seen_once_per_epoch(kind, replicas):
         assert data.epochs == 2
 
 
+class Aligned(keras.utils.PyDataset):
+    def __init__(self, batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return (self.batches[index],)
+
+
+def ragged_rows(x):
+    return tf.RaggedTensor.from_row_lengths(x, tf.ones_like(x[:, 0], tf.int32))
+
+
+OWN_ARRAYS = {
+    "dataset": toy.from_generator,
+    "generator": lambda batches: ((batch,) for batch in 2 * batches),
+    "py_dataset": Aligned,
+    "ragged": lambda batches: toy.from_generator(batches).map(ragged_rows),
+}
+
+
+@pytest.mark.parametrize(
+    "replicas, micro_batch_size",
+    [(1, None), (1, 2), (1, "auto"), (2, None), (2, 1), (2, "auto")],
+)
+@pytest.mark.parametrize("kind", OWN_ARRAYS)
+def test_nothing_is_written_into_the_arrays_of_the_user(
+    kind, replicas, micro_batch_size
+):
+    """TensorFlow shares their memory, and computes in place where it may."""
+    batches = toy.aligned(7, rows=[1, 2, 5])
+    model = toy.Negated.compiled(
+        toy.strategy_of(replicas), micro_batch_size=micro_batch_size
+    )
+    seen = toy.fit(
+        model,
+        OWN_ARRAYS[kind](batches),
+        epochs=2,
+        steps_per_epoch=3 if kind == "generator" else None,
+        shuffle=False,
+    )
+    assert [batch.tolist() for batch in batches] == [
+        np.full([rows, 16], 7).tolist() for rows in (1, 2, 5)
+    ]
+    assert [w for (w,) in seen.weights] == [7, 14, 21, 28, 35, 42]
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_dict_inputs_and_outputs(replicas):
     with toy.strategy_of(replicas).scope():

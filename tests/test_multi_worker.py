@@ -20,6 +20,7 @@ CHECKS = (
     "five_and_four_of_unknown_size",
     "a_worker_without_data",
     "one_row_for_two_workers",
+    "own_arrays",
     "masked_tokens",
     "overflow",
     "lost_run",
@@ -243,6 +244,11 @@ def test_shuffle_without_a_seed_is_refused(both):
     message = both("shuffle_needs_a_seed")
     assert "shuffle=True without a seed" in message
     assert "keras.utils.set_random_seed" in message
+
+
+def test_nothing_is_written_into_the_arrays_of_the_user(both):
+    sevens = [np.full([rows, 16], 7).tolist() for rows in (2, 5, 4)]
+    assert both("own_arrays") == [sevens, sevens]
 
 
 def test_shuffled_arrays_are_shared_out_once(results):

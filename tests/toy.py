@@ -196,6 +196,52 @@ def batches(*xs, weights=None, is_size_known=True):
     return dataset
 
 
+def aligned(number, rows):
+    """Batches of so many rows, all of this number, that TensorFlow shares.
+
+    float32 [rows, 16]: every row begins where TensorFlow wants tensors to.
+    """
+    found = []
+    for count in rows:
+        memory = np.empty(64 * (count + 1), np.uint8)
+        start = -memory.ctypes.data % 64
+        values = memory[start : start + 64 * count].view(np.float32)
+        values[:] = number
+        found.append(values.reshape(count, 16))
+    return found
+
+
+def from_generator(batches):
+    """A dataset of these very arrays."""
+    return tf.data.Dataset.from_generator(
+        lambda: iter(batches),
+        output_signature=tf.TensorSpec([None, 16], tf.float32),
+    )
+
+
+class Negated(tfaccum.Model):
+    """One weight; the loss is the mean of w * -x, and -x may take x's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(), initializer="zeros", name="w")
+
+    def train_step(self, data):
+        x = data[0] if isinstance(data, tuple) else data
+        x = x.values if isinstance(x, tf.RaggedTensor) else x
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.w * -x)
+        self.accumulate(tape, loss, weight=tf.shape(x)[0])
+        return {}
+
+    @classmethod
+    def compiled(cls, strategy, **how):
+        with strategy.scope():
+            model = cls()
+            model.compile(keras.optimizers.SGD(1.0), **how)
+        return model
+
+
 def fit(model, dataset, **arguments):
     """Trains silently and returns what was seen after each update."""
     seen = EachUpdate()

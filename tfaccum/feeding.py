@@ -208,6 +208,16 @@ def _num_rows(batch: Any) -> tf.Tensor:
 
 
 def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
+    """A copy of some rows of a batch.
+
+    Kernels write their result into an argument that nobody else needs. Of what
+    Python has given to tf.data TensorFlow writes into the user's own array,
+    once it is sliced. Source: `SubBuffer` in TensorFlow's tensor.cc.
+    """
+
+    def copied(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.DeepCopy(x=tensor)
+
     def take(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
             begin = tf.concat(
@@ -218,7 +228,9 @@ def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
             )
             return tf.sparse.slice(leaf, begin, size)
         if isinstance(leaf, tf.Tensor | tf.RaggedTensor):
-            return leaf[start:end]
+            return tf.nest.map_structure(
+                copied, leaf[start:end], expand_composites=True
+            )
         return leaf  # an absent component: None, or an empty Optional
 
     return tf.nest.map_structure(take, batch, expand_composites=False)

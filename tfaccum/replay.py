@@ -31,7 +31,8 @@ class Replay:
     def dataset(self) -> tf.data.Dataset:
         """The batches that are held and those that follow.
 
-        Earlier readings end.
+        Earlier readings end. Rows have to be copied before they are used, as
+        `micro_batch_stream` does: this is the memory that is held.
         """
         with self._lock:
             self._reading += 1
@@ -84,10 +85,7 @@ class Replay:
             position += 1
             leaves = zip(_leaves(self._spec), _leaves(batch), strict=True)
             present = [leaf for spec, leaf in leaves if _is_present(spec)]
-            # Copies: TensorFlow may write into what it is given here, once it
-            # thinks that nobody else needs it.
-            flat = tf.nest.flatten(present, expand_composites=True)
-            yield tuple(tensor.numpy() for tensor in flat)
+            yield tuple(tf.nest.flatten(present, expand_composites=True))
 
 
 def _leaves(nest: Any) -> list[Any]:

@@ -122,6 +122,19 @@ def one_row_for_two_workers(strategy):
     return [model.examples_seen, toy.weight_of(model)]
 
 
+def own_arrays(strategy):
+    """Each worker takes its rows of arrays that are the user's."""
+    found = []
+    for micro_batch_size in (None, 1):
+        batches = toy.aligned(7, rows=[2, 5, 4])
+        model = toy.Negated.compiled(
+            strategy, micro_batch_size=micro_batch_size
+        )
+        model.fit(toy.from_generator(batches), epochs=2, verbose=0)
+        found.append([batch.tolist() for batch in batches])
+    return found
+
+
 class SeesIds(tfaccum.Model):
     """Keeps the ids of the examples that this worker trains on."""
 
