@@ -120,12 +120,24 @@ class Torch:
         self._process.wait()
 
 
+def without_autotuning():
+    """Options of a dataset that all contenders read.
+
+    At the end of each pass its iterator would wait for a thread that sleeps
+    for longer each time: passes of 150, 310 or 2,550 milliseconds, whatever
+    the contender. `Model.fit` sets this by itself.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return options
+
+
 def contenders(case, jit, updates):
     """(fit, dataset) by name, all in this process."""
     micro = case.micro_batch
     rows = tf.data.Dataset.from_tensor_slices(
         case.data(micro * STEPS * updates)
-    )
+    ).with_options(without_autotuning())
     whole = rows.batch(micro * STEPS).cache().prefetch(2)
     cut = rows.batch(micro).cache().prefetch(2 * STEPS)
     model = functools.partial(case.compiled, jit_compile=jit)
