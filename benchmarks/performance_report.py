@@ -115,13 +115,46 @@ def step_time(rows, what="step_time"):
         yield ""
         yield _sizes(of_kind)
         yield ""
-    yield from _by_micro_batch(rows)
+    yield from _by_micro_batch(_not_compiled(rows, "steps"))
+    yield from _by_steps(_not_compiled(rows, "micro_batch"))
+
+
+def _not_compiled(rows, same):
+    """Rows without XLA of models with several that have this in common."""
+    usual = {row["model"]: row[same] for row in rows if row["is_usual"]}
+    found = [
+        r for r in rows if not r["jit"] and r[same] == usual.get(r["model"])
+    ]
+    models = [row["model"] for row in found]
+    return [row for row in found if models.count(row["model"]) > 1]
+
+
+def _by_steps(rows):
+    """What a window costs beside its micro-steps."""
+    if not rows:
+        return
+    yield "Microseconds per micro-step, all at their best, as K grows."
+    yield ""
+    found = []
+    for row in sorted(rows, key=lambda r: (r["model"], r["steps"])):
+        compared = {each["against"]: each for each in row["comparisons"]}
+        best = compared["keras_at_its_best"]
+        each = [
+            spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
+            for who in (best["of"], best["which"])
+        ]
+        ratios = [spread(best["ratio"]), spread(best["cpu_ratio"])]
+        found.append([row["model"], row["steps"], *each, *ratios])
+    yield from table(
+        ["model", "K", "tfaccum", "Keras' own", "ratio", "of CPU time"], found
+    )
+    flags = "--model=MODEL --steps=K"
+    yield from source(f"python -m benchmarks.step_time {flags}", rows[0])
+    yield ""
 
 
 def _by_micro_batch(rows):
     """What cutting costs, as the pieces grow."""
-    models = {row["model"] for row in rows if not row["is_usual"]}
-    rows = [r for r in rows if r["model"] in models and not r["jit"]]
     if not rows:
         return
     yield "One big batch, and the same cut into 8, as the micro-batch grows."

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import benchmarks
 import tfaccum
-from benchmarks.models import DEEP
+from benchmarks.models import DEEP, rows_of
 
 STEPS = (2, 64)
 
@@ -105,9 +105,8 @@ def starts(rounds):
 def one_more_fit(rounds):
     """What a `fit` of one update takes when everything has been traced."""
     steps = 8
-    data = tf.data.Dataset.from_tensor_slices(
-        DEEP.data(steps * DEEP.micro_batch)
-    ).batch(DEEP.micro_batch)
+    rows = rows_of(DEEP.data(steps * DEEP.micro_batch))
+    data = rows.batch(DEEP.micro_batch)
     adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
     models = {
         "window": DEEP.compiled(

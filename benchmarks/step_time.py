@@ -1,6 +1,6 @@
-"""Time of one update of K = 8 micro-batches, against everyone.
+"""Time of one update of K micro-batches, against everyone; K is 8.
 
-    python -m benchmarks.step_time [--model=transformer] [--jit]
+    python -m benchmarks.step_time [--model=transformer] [--jit] [--steps=K]
 
 On one device, for the same examples and the same model, in turn:
 
@@ -14,6 +14,8 @@ On one device, for the same examples and the same model, in turn:
   the same with 16 windows in one call;
 * `torch`: the same model and the usual loop in PyTorch, in a process of its
   own, if `--torch_python` has it.
+
+With another K, as many windows are in one call as there are 128 micro-steps.
 
 Each is a whole `fit` (or a Python loop) over the same dataset in memory, after
 one that traced. Whoever has `steps_per_execution` is compared at its best too.
@@ -37,11 +39,11 @@ import tensorflow as tf
 
 import benchmarks
 import tfaccum
-from benchmarks.models import CASES, loss
+from benchmarks.models import CASES, loss, rows_of
 
 STEPS = 8
-# Windows in one call, where there are several.
-WINDOWS = 16
+# Micro-steps in one call, where there are several windows.
+CALL = 128
 # What the window's time over another's is to be at most, by model. Of both the
 # best is taken where the other's name says so.
 TARGETS = {
@@ -57,9 +59,9 @@ TARGETS = {
 class Loop:
     """What one would write by hand; `fit` takes a dataset and nothing else."""
 
-    def __init__(self, model, optimizer, jit, windows=1):
+    def __init__(self, model, optimizer, jit, steps, windows):
         self._model, self._optimizer, self._loss = model, optimizer, loss()
-        self._windows = windows
+        self._steps, self._windows = steps, windows
         self._sums = [tf.Variable(tf.zeros(v.shape)) for v in model.weights]
         optimizer.build(model.trainable_variables)
         self._gradients = tf.function(self._gradient, jit_compile=jit)
@@ -73,10 +75,10 @@ class Loop:
     @tf.function
     def _updates(self, iterator, number):
         for _ in tf.range(number):
-            for _ in tf.range(STEPS):
+            for _ in tf.range(self._steps):
                 gradients = self._gradients(*next(iterator))
                 for total, gradient in zip(self._sums, gradients, strict=True):
-                    total.assign_add(gradient / STEPS)
+                    total.assign_add(gradient / self._steps)
             self._optimizer.apply(self._sums, self._model.trainable_variables)
             for total in self._sums:
                 total.assign(tf.zeros_like(total))
@@ -84,7 +86,7 @@ class Loop:
     def fit(self, data, **_):
         """One pass over the data."""
         iterator = iter(data)
-        left = int(data.cardinality()) // STEPS
+        left = int(data.cardinality()) // self._steps
         while left:
             number = min(left, self._windows)
             self._updates(iterator, tf.constant(number))
@@ -94,8 +96,8 @@ class Loop:
 class Torch:
     """torch_loop.py in a process; `found` says what is there, or why not."""
 
-    def __init__(self, python, name, micro_batch, updates, threads):
-        numbers = map(str, (micro_batch, updates, STEPS, threads))
+    def __init__(self, python, name, micro_batch, updates, steps, threads):
+        numbers = map(str, (micro_batch, updates, steps, threads))
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.torch_loop", name, *numbers],
             cwd=Path(__file__).parents[1],
@@ -120,30 +122,17 @@ class Torch:
         self._process.wait()
 
 
-def without_autotuning():
-    """Options of a dataset that all contenders read.
-
-    At the end of each pass its iterator would wait for a thread that sleeps
-    for longer each time: passes of 150, 310 or 2,550 milliseconds, whatever
-    the contender. `Model.fit` sets this by itself.
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return options
-
-
-def contenders(case, jit, updates):
+def contenders(case, jit, updates, steps=STEPS):
     """(fit, dataset) by name, all in this process."""
     micro = case.micro_batch
-    rows = tf.data.Dataset.from_tensor_slices(
-        case.data(micro * STEPS * updates)
-    ).with_options(without_autotuning())
-    whole = rows.batch(micro * STEPS).cache().prefetch(2)
-    cut = rows.batch(micro).cache().prefetch(2 * STEPS)
+    windows = max(1, CALL // steps)
+    rows = rows_of(case.data(micro * steps * updates))
+    whole = rows.batch(micro * steps).cache().prefetch(2)
+    cut = rows.batch(micro).cache().prefetch(2 * steps)
     model = functools.partial(case.compiled, jit_compile=jit)
 
     def own(steps_per_execution):
-        adam = keras.optimizers.Adam(gradient_accumulation_steps=STEPS)
+        adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
         return model(
             keras.Model,
             optimizer=adam,
@@ -152,21 +141,24 @@ def contenders(case, jit, updates):
 
     def by_hand(windows):
         model = keras.Model(*case.layers())
-        return Loop(model, keras.optimizers.Adam(), jit, windows).fit
+        return Loop(model, keras.optimizers.Adam(), jit, steps, windows).fit
 
     window = functools.partial(
-        model, tfaccum.Model, gradient_accumulation_steps=STEPS
+        model, tfaccum.Model, gradient_accumulation_steps=steps
     )
+    several = {
+        f"window_{windows}": (window(steps_per_execution=windows).fit, cut),
+        f"keras_{windows * steps}": (own(windows * steps), cut),
+        f"loop_{windows}": (by_hand(windows), cut),
+    }
     return {
         "window": (window().fit, cut),
-        f"window_{WINDOWS}": (window(steps_per_execution=WINDOWS).fit, cut),
         "cut": (model(tfaccum.Model, micro_batch_size=micro).fit, whole),
         "big_batch": (model(keras.Model).fit, whole),
         "keras": (own(1), cut),
-        "keras_8": (own(STEPS), cut),
-        f"keras_{WINDOWS * STEPS}": (own(WINDOWS * STEPS), cut),
+        f"keras_{steps}": (own(steps), cut),
         "loop": (by_hand(1), cut),
-        f"loop_{WINDOWS}": (by_hand(WINDOWS), cut),
+        **(several if windows > 1 else {}),
     }
 
 
@@ -177,6 +169,7 @@ def measure(
     rounds=7,
     updates=None,
     micro_batch=None,
+    steps=STEPS,
     threads=2,
     torch_python=None,
 ):
@@ -184,8 +177,8 @@ def measure(
     case = CASES[name]
     if micro_batch:
         case = dataclasses.replace(case, micro_batch=micro_batch)
-    updates = updates or case.updates
-    found = contenders(case, jit, updates)
+    updates = updates or max(1, case.updates * STEPS // steps)
+    found = contenders(case, jit, updates, steps)
     for fit, data in found.values():
         fit(data, verbose=0)
     runs = {
@@ -198,7 +191,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         if torch_python:
             torch = Torch(
-                torch_python, name, case.micro_batch, updates, threads
+                torch_python, name, case.micro_batch, updates, steps, threads
             )
             stack.callback(torch.end)
             about_torch = torch.found
@@ -215,8 +208,8 @@ def measure(
         "jit": jit,
         "parameters": keras.Model(*case.layers()).count_params(),
         "micro_batch": case.micro_batch,
-        "is_usual": not micro_batch,
-        "steps": STEPS,
+        "is_usual": not micro_batch and steps == STEPS,
+        "steps": steps,
         "updates": updates,
         "rounds": rounds,
         "threads": threads,
@@ -284,6 +277,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--updates", type=int, help="in one fit")
     parser.add_argument("--micro_batch", type=int, help="examples in one")
+    parser.add_argument("--steps", type=int, default=STEPS, help="K")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--torch_python",

@@ -342,6 +342,58 @@ def test_lines_of_a_gpu_become_text():
     assert not list(performance_report.step_time(rows))
 
 
+def test_what_was_measured_otherwise_has_tables_of_its_own():
+    """Of K = 2, 8 and 32, of micro-batches of 4 and 8, and with XLA."""
+    best = {
+        "against": "keras_at_its_best",
+        "of": "window_16",
+        "which": "keras_128",
+        "ratio": [1.25, 1, 2],
+        "cpu_ratio": [1.5, 1, 2],
+    }
+    usual = {
+        "what": "step_time",
+        "model": "mlp",
+        "jit": False,
+        "is_usual": True,
+        "micro_batch": 8,
+        "steps": 8,
+        "ms": {
+            "window_16": [1.6, 1.6, 2.4],
+            "keras_128": [0.8, 0.8, 1.6],
+            "big_batch": [1, 1, 1],
+        },
+        "comparisons": [best],
+        "against_big_batch": {"window": [4, 3, 5], "loop": [2, 1, 3]},
+        **dict.fromkeys(FROM, "here"),
+    }
+    other = {"is_usual": False}
+    rows = [
+        usual | other | {"steps": 32},
+        usual | other | {"micro_batch": 4},
+        usual | other | {"steps": 2, "jit": True},
+        usual,
+    ]
+    steps, sizes = (
+        performance_report._not_compiled(rows, same)
+        for same in ("micro_batch", "steps")
+    )
+    lines = list(performance_report._by_steps(steps))
+    assert [line for line in lines if line.startswith("| mlp")] == [
+        "| mlp | 8 | 200 (200 to 300) | 100 (100 to 200) "
+        "| 1.25 (1.00 to 2.00) | 1.50 (1.00 to 2.00) |",
+        "| mlp | 32 | 50 (50 to 75) | 25 (25 to 50) "
+        "| 1.25 (1.00 to 2.00) | 1.50 (1.00 to 2.00) |",
+    ]
+    lines = list(performance_report._by_micro_batch(sizes))
+    assert [line[:9] for line in lines if line.startswith("| mlp")] == [
+        "| mlp | 4",
+        "| mlp | 8",
+    ]
+    # One alone is no table.
+    assert not performance_report._not_compiled([usual], "steps")
+
+
 def test_a_page_without_a_place_is_refused():
     with pytest.raises(ValueError, match="must have <!-- gpu -->"):
         performance_report.written("", [{"what": "gpu", "skipped": "x"}])
