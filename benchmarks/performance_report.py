@@ -92,20 +92,27 @@ def step_time(rows, what="step_time"):
             ],
         )
         yield ""
-        yield "Ratios, round by round; less than 1 says that tfaccum is faster."
+        yield "Ratios, round by round; less than 1 says that the first is faster."
         yield ""
         yield from table(
-            ["model", "tfaccum against", "time", "CPU time", "target"],
+            ["model", "who", "against", "time", "CPU time", "target"],
             [
                 [
                     row["model"],
-                    OTHERS[each["against"]],
+                    who,
+                    against,
                     spread(each["ratio"]),
                     spread(each["cpu_ratio"]),
                     verdict(each),
                 ]
                 for row in of_kind
-                for each in row["comparisons"]
+                for who, against, each in [
+                    *(
+                        ("tfaccum", OTHERS[each["against"]], each)
+                        for each in row["comparisons"]
+                    ),
+                    (WHO["loop"], WHO["big_batch"], row["by_hand"]),
+                ]
             ],
         )
         command = "python -m benchmarks.step_time" + " --jit" * jit

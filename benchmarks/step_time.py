@@ -217,6 +217,8 @@ def measure(
         "ms": per_update(wall, updates),
         "cpu_ms": per_update(cpu, updates),
         "comparisons": comparisons(name, wall, cpu),
+        # What nobody can save who makes the same micro-batches.
+        "by_hand": compared(at_best("loop", wall), "big_batch", wall, cpu),
         # Of processor time, since it is the arithmetic that counts there.
         "against_big_batch": {
             who: benchmarks.against(cpu[who], cpu["big_batch"])["ratio"]
@@ -236,31 +238,33 @@ def per_update(seconds, updates):
 
 def comparisons(name, wall, cpu):
     """The window's time over that of others, beside the target."""
-
-    def best(kind):
-        found = [who for who in wall if who.partition("_")[0] == kind]
-        return min(found, key=lambda who: statistics.median(wall[who]))
-
     found = []
     for other, targets in TARGETS.items():
         ours, theirs = "window", other
         if other.endswith("_at_its_best"):
-            ours, theirs = best("window"), best(other.partition("_")[0])
+            ours = at_best("window", wall)
+            theirs = at_best(other.partition("_")[0], wall)
         if theirs in wall:
-            found.append(
-                {
-                    "of": ours,
-                    "against": other,
-                    "which": theirs,
-                    **benchmarks.against(
-                        wall[ours], wall[theirs], targets.get(name)
-                    ),
-                    "cpu_ratio": benchmarks.against(cpu[ours], cpu[theirs])[
-                        "ratio"
-                    ],
-                }
-            )
+            target = targets.get(name)
+            found.append(compared(ours, theirs, wall, cpu, target))
+            found[-1]["against"] = other
     return found
+
+
+def at_best(kind, wall):
+    """The fastest of one kind, however many windows it has in a call."""
+    found = [who for who in wall if who.partition("_")[0] == kind]
+    return min(found, key=lambda who: statistics.median(wall[who]))
+
+
+def compared(ours, theirs, wall, cpu, target=None):
+    """Ratios of one to another, in time and in processor time."""
+    return {
+        "of": ours,
+        "which": theirs,
+        **benchmarks.against(wall[ours], wall[theirs], target),
+        "cpu_ratio": benchmarks.against(cpu[ours], cpu[theirs])["ratio"],
+    }
 
 
 def use_threads(threads):

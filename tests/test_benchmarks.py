@@ -233,6 +233,9 @@ def test_the_best_of_both_are_compared():
     assert found["keras"]["ratio"][0] == 0.25
     assert found["big_batch"]["ratio"][0] == 0.5
     assert "torch" not in found
+    assert step_time.at_best("loop", wall) == "loop"
+    found = step_time.compared("loop", "big_batch", wall, wall)
+    assert found["ratio"][0] == 0.375 and found["target"] is None
 
 
 @pytest.mark.parametrize("name", CASES)
