@@ -92,7 +92,7 @@ def step_time(rows, what="step_time"):
             ],
         )
         yield ""
-        yield "Ratios, round by round; less than 1 says that the first is faster."
+        yield "Ratios, round by round; less than 1: the first is faster."
         yield ""
         yield from table(
             ["model", "who", "against", "time", "CPU time", "target"],

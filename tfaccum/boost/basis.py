@@ -138,7 +138,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         OSError: if the disk is full, for instance.
     """
     with replacing(path) as partial, open(partial, "wb") as file:
-        np.savez(file, allow_pickle=False, **arrays)
+        # numpy 1.26 takes `allow_pickle` for the name of one more array.
+        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 class Subspace:
