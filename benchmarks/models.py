@@ -43,8 +43,8 @@ def rows_of(arrays: tuple[np.ndarray, ...]) -> tf.data.Dataset:
     """Row by row, for passes of any contender.
 
     Without autotuning: an iterator that has not come to its end would wait for
-    a thread that sleeps for twice as long each time, so that passes take 150,
-    310 or 2,550 milliseconds. `tfaccum.Model.fit` sets this by itself.
+    a thread that sleeps for twice as long each time, whoever makes the pass.
+    `tfaccum.Model.fit` sets this by itself.
     """
     options = tf.data.Options()
     options.autotune.enabled = False

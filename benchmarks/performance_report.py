@@ -138,52 +138,59 @@ def _not_compiled(rows, same):
 
 def _by_steps(rows):
     """What a window costs beside its micro-steps."""
-    if not rows:
-        return
-    yield "Microseconds per micro-step, all at their best, as K grows."
-    yield ""
-    found = []
-    for row in sorted(rows, key=lambda r: (r["model"], r["steps"])):
+
+    def cells(row):
         compared = {each["against"]: each for each in row["comparisons"]}
         best = compared["keras_at_its_best"]
-        each = [
-            spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
-            for who in (best["of"], best["which"])
-        ]
-        ratios = [spread(best["ratio"]), spread(best["cpu_ratio"])]
-        found.append([row["model"], row["steps"], *each, *ratios])
-    yield from table(
-        ["model", "K", "tfaccum", "Keras' own", "ratio", "of CPU time"], found
+        for who in (best["of"], best["which"]):
+            yield spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
+        yield from (spread(best["ratio"]), spread(best["cpu_ratio"]))
+
+    return _sweep(
+        rows,
+        "steps",
+        "Microseconds per micro-step, all at their best, as K grows.",
+        ["K", "tfaccum", "Keras' own", "ratio", "of CPU time"],
+        cells,
     )
-    flags = "--model=MODEL --steps=K"
-    yield from source(f"python -m benchmarks.step_time {flags}", rows[0])
-    yield ""
 
 
 def _by_micro_batch(rows):
     """What cutting costs, as the pieces grow."""
-    if not rows:
-        return
-    yield "One big batch, and the same cut into 8, as the micro-batch grows."
-    yield ""
-    found = []
-    for row in sorted(rows, key=lambda r: (r["model"], r["micro_batch"])):
-        cells = [row["model"], row["micro_batch"]]
-        cells += [spread(row["ms"]["big_batch"], 1)]
+
+    def cells(row):
+        yield spread(row["ms"]["big_batch"], 1)
         for who in ("window", "loop"):
-            cells.append(spread(row["against_big_batch"][who]))
-        found.append(cells)
-    yield from table(
+            yield spread(row["against_big_batch"][who])
+
+    return _sweep(
+        rows,
+        "micro_batch",
+        "One big batch, and the same cut into 8, as the micro-batch grows.",
         [
-            "model",
             "micro-batch",
             "big batch, ms",
             "CPU time: tfaccum against it",
             "`tf.function` by hand against it",
         ],
-        found,
+        cells,
     )
-    flags = "--model=MODEL --micro_batch=EXAMPLES"
+
+
+def _sweep(rows, by, title, header, cells):
+    """A table with a line for each value of a flag; nothing without rows."""
+    if not rows:
+        return
+    yield title
+    yield ""
+    yield from table(
+        ["model", *header],
+        [
+            [row["model"], row[by], *cells(row)]
+            for row in sorted(rows, key=lambda r: (r["model"], r[by]))
+        ],
+    )
+    flags = f"--model=MODEL --{by}={'K' if by == 'steps' else 'EXAMPLES'}"
     yield from source(f"python -m benchmarks.step_time {flags}", rows[0])
     yield ""
 
