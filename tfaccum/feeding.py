@@ -14,6 +14,7 @@ still have data, and a worker that has run out still takes part in the last
 update, with weight zero.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -98,24 +99,116 @@ def micro_batch_stream(
     """
     worker, num_workers = strategies.worker_index(strategy)
     replicas = strategies.num_local_replicas(strategy)
+    place = (0, 1) if is_share else (worker, num_workers)
+    stream = _made(
+        _stream_of_dataset,
+        dataset,
+        tf.type_spec_from_value(dataset),
+        (*place, replicas, micro_batch_size),
+    )
+    # The Python functions of a generator live as long as their dataset does.
+    stream.made_of = dataset
+    return stream
+
+
+def batch_stream(
+    batch: Any,
+    strategy: tf.distribute.Strategy,
+    *,
+    micro_batch_size: int | None = None,
+) -> tf.data.Dataset:
+    """`micro_batch_stream` of one batch, which needs no functions of tf.data.
+
+    Args:
+        batch: nest of tensors with the rows first, the same on every worker.
+        strategy: as there.
+        micro_batch_size: as there.
+    """
+    replicas = strategies.num_local_replicas(strategy)
+    place = strategies.worker_index(strategy)
+    return _made(
+        _stream_of_batch,
+        batch,
+        _spec_of_any_rows(batch),
+        (*place, replicas, micro_batch_size),
+    )
+
+
+def any_number_of_rows(batch: Any) -> tf.data.Dataset:
+    """A dataset of this one batch, whose spec leaves the rows open."""
+    spec = _spec_of_any_rows(batch)
+    return _made(tf.data.Dataset.from_tensors, batch, spec)
+
+
+def _made(
+    make: Callable[..., tf.data.Dataset],
+    data: Any,
+    spec: Any,
+    arguments: tuple = (),
+) -> tf.data.Dataset:
+    """`make(data, *arguments)`; in Python that takes as long as many steps."""
+    return _graph(make, arguments).get_concrete_function(spec)(data)
+
+
+@functools.cache
+def _graph(make: Callable[..., tf.data.Dataset], arguments: tuple) -> Any:
+    """A function of data, traced once for each spec."""
+    return tf.function(lambda data: make(data, *arguments), autograph=False)
+
+
+def _stream_of_dataset(
+    dataset: tf.data.Dataset,
+    worker: int,
+    num_workers: int,
+    replicas: int,
+    micro_batch_size: int | None,
+) -> tf.data.Dataset:
     # `map` unpacks a batch that is a tuple into arguments.
     is_tuple = type(dataset.element_spec) is tuple
 
     def whole(arguments: tuple) -> Any:
         return arguments if is_tuple else arguments[0]
 
-    if not is_share and num_workers > 1:
+    if num_workers > 1:
         dataset = dataset.map(
             lambda *batch: _share(whole(batch), worker, num_workers, replicas)
         )
     if replicas == 1 and micro_batch_size is None:
-        stream = tf.data.Dataset.zip(
-            _always(_counts(_UNCOUNTED, True, _UNCOUNTED)), dataset
-        )
+        stream = _uncut(dataset)
     else:
         stream = dataset.flat_map(
             lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
         )
+    return _endless(stream, replicas)
+
+
+def _stream_of_batch(
+    batch: Any,
+    worker: int,
+    num_workers: int,
+    replicas: int,
+    micro_batch_size: int | None,
+) -> tf.data.Dataset:
+    if num_workers > 1:
+        batch = _share(batch, worker, num_workers, replicas)
+    if replicas == 1 and micro_batch_size is None:
+        stream = _uncut(tf.data.Dataset.from_tensors(batch))
+    else:
+        stream = _cut(batch, replicas, micro_batch_size)
+    options = tf.data.Options()
+    # There is nothing in it to improve, and looking for it takes longer.
+    options.experimental_optimization.apply_default_optimizations = False
+    return _endless(stream, replicas).with_options(options)
+
+
+def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Each batch as one micro-step of the only replica."""
+    counts = _counts(_UNCOUNTED, True, _UNCOUNTED)
+    return tf.data.Dataset.zip(_always(counts), dataset)
+
+
+def _endless(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+    """The stream, and after it for ever that there is nothing more."""
     stream = stream.concatenate(_always(nothing(stream.element_spec)))
     stream = stream.prefetch(2 * replicas)
     options = tf.data.Options()
@@ -154,13 +247,6 @@ def _always(element: Any) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(element).repeat()
 
 
-def any_number_of_rows(batch: Any) -> tf.data.Dataset:
-    """A dataset of this one batch, whose spec leaves the rows open."""
-    dataset = tf.data.Dataset.from_tensors(batch)
-    other = tf.nest.map_structure(lambda t: tf.zeros_like(t[:0]), batch)
-    return dataset.concatenate(tf.data.Dataset.from_tensors(other).take(0))
-
-
 def without_optionals(data: Any) -> Any:
     """Absent components of a batch as None. Source: Keras' trainer."""
     return keras.tree.map_structure(
@@ -182,6 +268,23 @@ def batch_spec(dataset: tf.data.Dataset) -> Any:
         return spec
 
     return tf.nest.map_structure(open_rows, dataset.element_spec)
+
+
+def _spec_of_any_rows(batch: Any) -> Any:
+    """The spec of batches like this one, with any number of rows."""
+
+    def of(leaf: Any) -> Any:
+        spec = tf.type_spec_from_value(leaf)
+        if not hasattr(spec, "shape") or not spec.shape.rank:
+            return spec
+        shape = [None, *spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(
+                shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+            )
+        return type(spec)(shape, spec.dtype)
+
+    return tf.nest.map_structure(of, batch)
 
 
 def _leaves(batch: Any) -> list[Any]:
@@ -334,15 +437,27 @@ def nothing(element_spec: Any) -> Any:
     return _counts(NO_MORE_DATA, True, 0), data
 
 
+@dataclasses.dataclass(frozen=True)
+class OneBatch:
+    """All that `train_on_batch` and its like are given.
+
+    Attributes:
+        tensors: nest with the rows first, the same on every worker.
+    """
+
+    tensors: Any
+
+
 class Source:
     """Everything that `fit`, `evaluate` or `predict` is given, by epochs.
 
     Args:
         strategy: under which the micro-batches will be consumed.
-        x: what Keras takes (arrays, `tf.data.Dataset`, generator, PyDataset;
-            the same on every worker: each takes its share of each batch), or
-            this worker's own share: an `EpochData`, or a function that makes
-            a `tf.data.Dataset` from a `tf.distribute.InputContext`.
+        x: what Keras takes (arrays, `tf.data.Dataset`, generator, PyDataset)
+            or `OneBatch`, the same on every worker: each takes its share of
+            each batch. Or this worker's own share: an `EpochData`, or a
+            function that makes a `tf.data.Dataset` from a
+            `tf.distribute.InputContext`.
         steps: dataset batches per epoch; None: all that there are.
         micro_batch_size: the most rows of one replica at once, or None.
         holds: whether batches are held until they are let go, so that they
@@ -385,6 +500,7 @@ class Source:
         self._arrays: ArrayEpochs | None = None
         self._adapter: Any = None
         self._py_dataset: Any = None
+        self._batch: OneBatch | None = None
         self._first_rows: int | None = None
         # Computed for several workers only.
         self._content = functools.partial(_content, x, **arguments)
@@ -393,6 +509,10 @@ class Source:
         if isinstance(x, EpochData):
             self._by_epoch = x
             dataset = self._epoch_dataset(x, 0)
+        elif isinstance(x, OneBatch):
+            self.is_share = False
+            self._batch = None if holds else x
+            dataset = any_number_of_rows(x.tensors)
         elif callable(x) and not isinstance(x, tf.data.Dataset):
             dataset = x(
                 tf.distribute.InputContext(
@@ -714,6 +834,12 @@ class Source:
         )
 
     def _new_stream(self, dataset: tf.data.Dataset) -> Any:
+        if self._batch is not None:
+            return batch_stream(
+                self._batch.tensors,
+                self._strategy,
+                micro_batch_size=self._micro_batch_size,
+            )
         return micro_batch_stream(
             dataset,
             self._strategy,

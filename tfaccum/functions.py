@@ -13,7 +13,7 @@ from tfaccum import strategy as strategies
 from tfaccum.adasum import AdaSum
 from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
-from tfaccum.feeding import Source, any_number_of_rows, next_elements
+from tfaccum.feeding import OneBatch, Source, next_elements
 from tfaccum.schedule import AccumulationSchedule
 from tfaccum.sparse import TableSum
 from tfaccum.window import Freeze, Update, Window
@@ -358,7 +358,7 @@ class Functions:
         """The source whose one batch is this one."""
         batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
-        return self._make_source(any_number_of_rows(batch), holds=holds)
+        return self._make_source(OneBatch(batch), holds=holds)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

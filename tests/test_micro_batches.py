@@ -1,0 +1,161 @@
+"""Batches as micro-batches, one for each replica and micro-step.
+
+Expected parts are written out, or cut by numpy.
+"""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import toy
+from tfaccum import feeding
+from tfaccum.feeding import NO_MORE_DATA
+
+
+def by_numpy(rows, replicas, size):
+    """The rows of each part, and whether a batch ends with it."""
+    largest = -(-rows // replicas)
+    steps = 1 if size is None else -(-largest // size)
+    parts = np.array_split(np.arange(rows), steps * replicas)
+    return [
+        (part.tolist(), i // replicas == steps - 1)
+        for i, part in enumerate(parts)
+    ]
+
+
+def elements(stream, strategy):
+    """(rows, last, total, data) of each part until there are no more."""
+    iterator = iter(stream)
+    found = []
+    while True:
+        got = feeding.next_elements(iterator, strategy)
+        if int(got[0][0]) == NO_MORE_DATA:
+            return found
+        found.extend(zip(*got, strict=True))
+
+
+def both_ways(batch, strategy, size):
+    """The parts of a batch, by itself and as a dataset's only one."""
+    dataset = feeding.any_number_of_rows(batch)
+    return [
+        elements(stream, strategy)
+        for stream in (
+            feeding.batch_stream(batch, strategy, micro_batch_size=size),
+            feeding.micro_batch_stream(
+                dataset, strategy, micro_batch_size=size
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 12])
+@pytest.mark.parametrize("size", [None, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_batch_is_cut_like_a_dataset_of_it(rows, size, replicas):
+    x, y = np.arange(rows, dtype=np.float32), np.arange(rows) * 10
+    batch = tf.constant(x[:, np.newaxis]), {"y": tf.constant(y)}
+    strategy = toy.strategy_of(replicas)
+    expected = by_numpy(rows, replicas, size)
+    assert sum(len(part) for part, _ in expected) == rows
+    for found in both_ways(batch, strategy, size):
+        assert [
+            (data[0].numpy()[:, 0].tolist(), bool(last))
+            for _, last, _, data in found
+        ] == expected
+        for (part, _), (count, _, total, (_, labels)) in zip(
+            expected, found, strict=True
+        ):
+            assert labels["y"].numpy().tolist() == [10 * i for i in part]
+            assert int(count) == len(part)
+            assert int(total) == rows
+
+
+def test_what_is_cut_by_numpy_is_what_a_hand_cuts():
+    assert by_numpy(7, 2, 2) == [
+        ([0, 1], False),
+        ([2, 3], False),
+        ([4, 5], True),
+        ([6], True),
+    ]
+    assert by_numpy(3, 2, None) == [([0, 1], True), ([2], True)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(tf.ragged.constant([[1, 2], [], [3]]), id="ragged"),
+        pytest.param(tf.sparse.eye(3, 4), id="sparse"),
+        pytest.param(
+            (tf.constant([[1.0], [2.0], [3.0]]), tf.ragged.range([2, 0, 1])),
+            id="both",
+        ),
+    ],
+)
+def test_a_batch_of_any_leaves_leaves_its_rows_open(batch):
+    dataset = feeding.any_number_of_rows(batch)
+    for spec in tf.nest.flatten(dataset.element_spec):
+        assert spec.shape[0] is None
+    (found,) = dataset
+    for got, given in zip(
+        tf.nest.flatten(found, expand_composites=True),
+        tf.nest.flatten(batch, expand_composites=True),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, given)
+
+
+def test_batches_of_any_number_of_rows_are_cut_by_one_trace(monkeypatch):
+    cuts = []
+    cut = feeding._cut
+    monkeypatch.setattr(
+        feeding, "_cut", lambda *a: cuts.append(a[1:]) or cut(*a)
+    )
+    feeding._graph.cache_clear()
+    strategy = toy.strategy_of(2)
+    for rows in (5, 8, 3, 8):
+        batch = tf.random.uniform([rows, 2])
+        both_ways(batch, strategy, 2)
+    # One trace of a batch, and one of a dataset's.
+    assert cuts == [(2, 2)] * 2
+    both_ways(tf.constant([1, 2, 3]), strategy, 2)
+    assert len(cuts) == 4
+    both_ways(tf.constant([1, 2, 3]), strategy, 1)
+    assert cuts[4:] == [(2, 1)] * 2
+
+
+def test_train_on_batch_traces_nothing_anew(monkeypatch):
+    model = toy.toy(replicas=2, micro_batch_size=2)
+    x = np.random.default_rng(0).normal(size=(9, 1)).astype(np.float32)
+    for method in ("train_on_batch", "test_on_batch"):
+        getattr(model, method)(x, x)
+
+    def refuse(*_, **__):
+        raise AssertionError("traced again")
+
+    for name in ("_cut", "_share", "nothing"):
+        monkeypatch.setattr(feeding, name, refuse)
+    for rows in (9, 4, 1):
+        model.train_on_batch(x[:rows], x[:rows])
+        model.test_on_batch(x[:rows], x[:rows])
+
+
+def test_a_stream_keeps_the_dataset_that_it_is_made_of():
+    def generator():
+        yield np.array([1, 2], np.float32)
+
+    dataset = tf.data.Dataset.from_generator(
+        generator, output_signature=tf.TensorSpec([None], tf.float32)
+    )
+    found = weakref.ref(dataset)
+    stream = feeding.micro_batch_stream(dataset, toy.strategy_of(1))
+    del dataset
+    gc.collect()
+    assert found() is not None
+    iterator = iter(stream)
+    del stream
+    gc.collect()
+    assert found() is not None  # As of any iterator.
+    assert next(iterator)[1].numpy().tolist() == [1, 2]
