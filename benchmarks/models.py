@@ -17,7 +17,8 @@ class Case:
         layers: makes inputs and outputs.
         micro_batch: examples in a micro-step.
         draw: random inputs, from a generator and their number.
-        updates: in one timed `fit`: enough to hide what a `fit` costs.
+        updates: in one timed `fit`: enough to hide what a `fit` costs; see
+            `benchmarks.start` for that.
     """
 
     layers: Callable[[], tuple[Any, Any]]
@@ -128,10 +129,10 @@ CASES = {
         transformer,
         32,
         lambda rng, rows: rng.integers(0, 1000, (rows, 32)).astype("int32"),
-        updates=6,
+        updates=12,
     ),
-    "cnn": Case(cnn, 128, _normal(32, 32, 3), updates=3),
-    "mlp": Case(mlp, 8, _normal(8), updates=96),
+    "cnn": Case(cnn, 128, _normal(32, 32, 3), updates=6),
+    "mlp": Case(mlp, 8, _normal(8), updates=384),
 }
 # For memory, and for the start of a run.
 WIDE = Case(wide, 32, _normal(64, 64, 3), updates=1)

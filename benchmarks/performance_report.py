@@ -282,11 +282,11 @@ def memory(rows):
 
 
 def start(rows):
-    """Time to the first update, and what one more `fit` costs."""
+    """Time to the first update, and what each later call costs."""
     found = {row["what"]: row for row in rows}
     if "first_update" not in found:
         return
-    first, again = found["first_update"], found["one_more_fit"]
+    first, calls = found["first_update"], found["calls"]
     yield from table(
         ["K", "seconds to the first update", "nodes", "traces"],
         [
@@ -302,9 +302,23 @@ def start(rows):
     yield ""
     yield (
         f"Ratio {spread(first['ratio'])}, of CPU time "
-        f"{spread(first['cpu_ratio'])}; {verdict(first)}. One more `fit` of "
-        f"one update takes {spread(again['ms']['window'], 0)} ms, and Keras' "
-        f"{spread(again['ms']['keras_8'], 0)} ms."
+        f"{spread(first['cpu_ratio'])}; {verdict(first)}."
+    )
+    yield ""
+    yield (
+        f"Milliseconds of one more call for {calls['rows']} examples, once "
+        "everything is traced; of a `fit`, with one update."
+    )
+    yield ""
+    by_method = {}
+    for call in calls["calls"]:
+        by_method.setdefault(call["method"], {})[call["who"]] = call["ms"]
+    yield from table(
+        ["call", *(WHO[who] for who in by_method["fit"])],
+        [
+            [f"`{method}`", *map(spread, of_all.values())]
+            for method, of_all in by_method.items()
+        ],
     )
     yield from source("python -m benchmarks.start", first)
 

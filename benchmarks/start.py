@@ -5,8 +5,9 @@
 For K = 2 and K = 64, in turn, a new model of twenty small layers each time:
 seconds from the call of `fit` to the end of its first update. Counted: how
 often which function was traced, and the nodes of the window's graph with all
-functions in it. Then what one more `fit` of one update costs, once everything
-is traced, beside that of Keras. Prints one JSON line for each.
+functions in it. Then what a call costs, once everything is traced: a `fit` of
+one update, and `train_on_batch` and its like, beside those of Keras. Prints one
+JSON line for each.
 """
 
 import argparse
@@ -23,6 +24,9 @@ import tfaccum
 from benchmarks.models import DEEP, rows_of
 
 STEPS = (2, 64)
+STEPS_OF_CALLS = 8
+# In each that is timed.
+CALLS = 20
 
 
 def traces():
@@ -102,46 +106,72 @@ def starts(rounds):
     }
 
 
-def one_more_fit(rounds):
-    """What a `fit` of one update takes when everything has been traced."""
-    steps = 8
-    rows = rows_of(DEEP.data(steps * DEEP.micro_batch))
-    data = rows.batch(DEEP.micro_batch)
-    adam = keras.optimizers.Adam(gradient_accumulation_steps=steps)
-    models = {
-        "window": DEEP.compiled(
-            tfaccum.Model, gradient_accumulation_steps=steps
+def calls(rounds):
+    """What one more call takes when everything has been traced."""
+    rows = STEPS_OF_CALLS * DEEP.micro_batch
+    x, y = DEEP.data(rows)
+    whole, cut = (
+        rows_of((x, y)).batch(size) for size in (rows, DEEP.micro_batch)
+    )
+    contenders = {
+        "window": (
+            DEEP.compiled(
+                tfaccum.Model, gradient_accumulation_steps=STEPS_OF_CALLS
+            ),
+            cut,
         ),
-        "keras_8": DEEP.compiled(
-            keras.Model, optimizer=adam, steps_per_execution=steps
+        "cut": (
+            DEEP.compiled(tfaccum.Model, micro_batch_size=DEEP.micro_batch),
+            whole,
         ),
+        "big_batch": (DEEP.compiled(keras.Model), whole),
     }
-    fits = {
-        who: functools.partial(model.fit, data, verbose=0)
-        for who, model in models.items()
+    found = {}
+    for who, (model, data) in contenders.items():
+        found[who, "fit"] = functools.partial(model.fit, data, verbose=0)
+        found[who, "train_on_batch"] = functools.partial(
+            model.train_on_batch, x, y
+        )
+        found[who, "test_on_batch"] = functools.partial(
+            model.test_on_batch, x, y
+        )
+        found[who, "predict_on_batch"] = functools.partial(
+            model.predict_on_batch, x
+        )
+    runs = {
+        which: functools.partial(benchmarks.timed, _several(call))
+        for which, call in found.items()
     }
-    for fit in fits.values():
-        fit()
-    found = benchmarks.in_turn(
+    for run in runs.values():
+        run()
+    seconds = benchmarks.in_turn(runs, rounds)
+    ms, cpu_ms = (
         {
-            who: functools.partial(benchmarks.timed, fit)
-            for who, fit in fits.items()
-        },
-        rounds,
+            which: benchmarks.spread([1e3 * each[i] / CALLS for each in pairs])
+            for which, pairs in seconds.items()
+        }
+        for i in (0, 1)
     )
     return {
-        "what": "one_more_fit",
-        "steps": steps,
+        "what": "calls",
+        "rows": rows,
+        "steps": STEPS_OF_CALLS,
         "rounds": rounds,
-        "ms": {
-            who: benchmarks.spread([1e3 * wall for wall, _ in pairs])
-            for who, pairs in found.items()
-        },
-        "cpu_ms": {
-            who: benchmarks.spread([1e3 * cpu for _, cpu in pairs])
-            for who, pairs in found.items()
-        },
+        "calls": [
+            {"who": who, "method": method, "ms": ms[which]}
+            | {"cpu_ms": cpu_ms[which]}
+            for which in found
+            for who, method in [which]
+        ],
     }
+
+
+def _several(call):
+    def action():
+        for _ in range(CALLS):
+            call()
+
+    return action
 
 
 def main():
@@ -149,7 +179,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    for measure in (starts, one_more_fit):
+    for measure in (starts, calls):
         row = measure(rounds) | benchmarks.where()
         print(json.dumps(row), flush=True)
 

@@ -126,7 +126,7 @@ def test_adama_takes_less_than_adam():
 def test_updates_leave_no_objects_and_no_traces():
     first, last = printed("memory")["memory_after_updates"]["after"]
     assert (first["updates"], last["updates"]) == (20, 60)
-    assert first["traces"] == last["traces"] == 2
+    assert first["traces"] == last["traces"] == 3
     assert first["objects"] == last["objects"] > 0
 
 
@@ -135,11 +135,19 @@ def test_traces_and_nodes_do_not_depend_on_the_number_of_steps():
     rows = printed("start")
     first = rows["first_update"]
     few, many = first["traces"]
-    assert few == many and set(few.values()) == {1} and len(few) == 2
+    # The stream of micro-batches, one micro-step, the window.
+    assert few == many and list(few.values()) == [1, 1, 1]
     assert first["nodes"][0] == first["nodes"][1] > 1000
     assert first["target"] == 1.1 and first["steps"] == [2, 64]
-    assert is_spread(rows["one_more_fit"]["ms"]["window"])
-    assert is_spread(rows["one_more_fit"]["ms"]["keras_8"])
+    calls = rows["calls"]["calls"]
+    assert {(call["who"], call["method"]) for call in calls} == set(
+        itertools.product(
+            ("window", "cut", "big_batch"),
+            ("fit", "train_on_batch", "test_on_batch", "predict_on_batch"),
+        )
+    )
+    for call in calls:
+        assert is_spread(call["ms"]) and is_spread(call["cpu_ms"])
 
 
 @pytest.mark.slow
