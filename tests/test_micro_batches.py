@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tests import toy
-from tfaccum import feeding
-from tfaccum.feeding import NO_MORE_DATA
+from tfaccum import micro_batches
+from tfaccum.micro_batches import NO_MORE_DATA
 
 
 def by_numpy(rows, replicas, size):
@@ -31,7 +31,7 @@ def elements(stream, strategy):
     iterator = iter(stream)
     found = []
     while True:
-        got = feeding.next_elements(iterator, strategy)
+        got = micro_batches.next_elements(iterator, strategy)
         if int(got[0][0]) == NO_MORE_DATA:
             return found
         found.extend(zip(*got, strict=True))
@@ -39,12 +39,12 @@ def elements(stream, strategy):
 
 def both_ways(batch, strategy, size):
     """The parts of a batch, by itself and as a dataset's only one."""
-    dataset = feeding.any_number_of_rows(batch)
+    dataset = micro_batches.any_number_of_rows(batch)
     return [
         elements(stream, strategy)
         for stream in (
-            feeding.batch_stream(batch, strategy, micro_batch_size=size),
-            feeding.micro_batch_stream(
+            micro_batches.batch_stream(batch, strategy, micro_batch_size=size),
+            micro_batches.micro_batch_stream(
                 dataset, strategy, micro_batch_size=size
             ),
         )
@@ -95,7 +95,7 @@ def test_what_is_cut_by_numpy_is_what_a_hand_cuts():
     ],
 )
 def test_a_batch_of_any_leaves_leaves_its_rows_open(batch):
-    dataset = feeding.any_number_of_rows(batch)
+    dataset = micro_batches.any_number_of_rows(batch)
     for spec in tf.nest.flatten(dataset.element_spec):
         assert spec.shape[0] is None
     (found,) = dataset
@@ -109,11 +109,11 @@ def test_a_batch_of_any_leaves_leaves_its_rows_open(batch):
 
 def test_batches_of_any_number_of_rows_are_cut_by_one_trace(monkeypatch):
     cuts = []
-    cut = feeding._cut
+    cut = micro_batches._cut
     monkeypatch.setattr(
-        feeding, "_cut", lambda *a: cuts.append(a[1:]) or cut(*a)
+        micro_batches, "_cut", lambda *a: cuts.append(a[1:]) or cut(*a)
     )
-    feeding._graph.cache_clear()
+    micro_batches._graph.cache_clear()
     strategy = toy.strategy_of(2)
     for rows in (5, 8, 3, 8):
         batch = tf.random.uniform([rows, 2])
@@ -136,7 +136,7 @@ def test_train_on_batch_traces_nothing_anew(monkeypatch):
         raise AssertionError("traced again")
 
     for name in ("_cut", "_share", "nothing"):
-        monkeypatch.setattr(feeding, name, refuse)
+        monkeypatch.setattr(micro_batches, name, refuse)
     for rows in (9, 4, 1):
         model.train_on_batch(x[:rows], x[:rows])
         model.test_on_batch(x[:rows], x[:rows])
@@ -150,7 +150,7 @@ def test_a_stream_keeps_the_dataset_that_it_is_made_of():
         generator, output_signature=tf.TensorSpec([None], tf.float32)
     )
     found = weakref.ref(dataset)
-    stream = feeding.micro_batch_stream(dataset, toy.strategy_of(1))
+    stream = micro_batches.micro_batch_stream(dataset, toy.strategy_of(1))
     del dataset
     gc.collect()
     assert found() is not None

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tests import toy
 from tfaccum import arrays, data, feeding
-from tfaccum.feeding import NO_MORE_DATA, Source
+from tfaccum.feeding import Source
+from tfaccum.micro_batches import NO_MORE_DATA
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SEED = 20240607  # What conftest.py sets for each test.
@@ -397,7 +398,8 @@ def test_seed_of_a_source(monkeypatch):
 PROGRAM = """
 import json
 import numpy as np, tensorflow as tf
-from tfaccum.feeding import NO_MORE_DATA, Source
+from tfaccum.feeding import Source
+from tfaccum.micro_batches import NO_MORE_DATA
 
 tf.random.set_seed(1)
 source = Source(tf.distribute.get_strategy(), np.arange(30), shuffle=True,

@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
-from tfaccum.feeding import NO_MORE_DATA, Source
+from tfaccum.feeding import Source
 from tfaccum.functions import Functions, in_step
+from tfaccum.micro_batches import NO_MORE_DATA
 
 
 class Evaluation(Functions):

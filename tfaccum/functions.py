@@ -13,7 +13,8 @@ from tfaccum import strategy as strategies
 from tfaccum.adasum import AdaSum
 from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
-from tfaccum.feeding import OneBatch, Source, next_elements
+from tfaccum.feeding import OneBatch, Source
+from tfaccum.micro_batches import next_elements
 from tfaccum.schedule import AccumulationSchedule
 from tfaccum.sparse import TableSum
 from tfaccum.window import Freeze, Update, Window

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfaccum import exponents, feeding, keras_private, reduction, sparse
+from tfaccum import exponents, keras_private, reduction, sparse
 from tfaccum import strategy as strategies
 from tfaccum.loss_scale import current_scale, unwrapped
+from tfaccum.micro_batches import NO_MORE_DATA, without_optionals
 from tfaccum.reduction import Gradient
 from tfaccum.update import absorbs
 
@@ -318,7 +319,7 @@ class MicroStep:
                 _receiving(frozenset(), only_losses=True) as received,
                 _root_of_names(),
             ):
-                self._step(feeding.without_optionals(data))
+                self._step(without_optionals(data))
             backward = received.backwards[0]
             is_sum = backward.weight is None
             weight = tf.cast(1.0 if is_sum else backward.weight, tf.float32)
@@ -408,7 +409,7 @@ class MicroStep:
         before = [tf.identity(v.value) for v in variables]
         found = step()
         for variable, old in zip(variables, before, strict=True):
-            ended = rows == feeding.NO_MORE_DATA
+            ended = rows == NO_MORE_DATA
             variable.assign(tf.where(ended, old, variable.value))
         return found
 
@@ -419,7 +420,7 @@ class MicroStep:
             _receiving(self._frozen, trains=self._trains) as received,
             _root_of_names(),
         ):
-            logs = self._step(feeding.without_optionals(data))
+            logs = self._step(without_optionals(data))
         backwards = received.backwards
         if not backwards and self._trains:
             raise RuntimeError(

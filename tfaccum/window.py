@@ -20,8 +20,8 @@ from tfaccum import strategy as strategies
 from tfaccum.accumulator import ReplicaSums
 from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS
-from tfaccum.feeding import NO_MORE_DATA, next_elements, nothing
 from tfaccum.group_loss_scale import GroupLossScale
+from tfaccum.micro_batches import NO_MORE_DATA, next_elements, nothing
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
 from tfaccum.sparse import SparseSpec, TableSum, combined, table_sum
@@ -222,7 +222,7 @@ class Window:
         """One update from the next `batches` dataset batches.
 
         Args:
-            iterator: over `feeding.micro_batch_stream`.
+            iterator: over `micro_batches.micro_batch_stream`.
             batches: int32 scalar, K; fewer where the data end.
             stops: bool scalar: whether this worker wants no more updates. If
                 any does, the window leaves no trace on any.

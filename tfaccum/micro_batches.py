@@ -1,0 +1,391 @@
+"""A dataset's batches as micro-batches: one element per replica and step.
+
+    ((rows, last, total), data)
+
+`rows` (int32) counts the examples of this element, or is left for
+`next_elements` to count; `last` (bool) says that the micro-step ends a dataset
+batch; `total` (int32) counts the examples of that batch on this worker. After
+the last batch the stream goes on for ever with elements of `rows`
+= -1: an endless dataset needs no question to the other workers whether they
+still have data, and a worker that has run out still takes part in the last
+update, with weight zero.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfaccum import keras_private
+from tfaccum import strategy as strategies
+
+NO_MORE_DATA = -1
+# Rows that are counted where the element is used: a function of tf.data for
+# each element would cost more than a small micro-step does.
+_UNCOUNTED = -2
+
+
+def micro_batch_stream(
+    dataset: tf.data.Dataset,
+    strategy: tf.distribute.Strategy,
+    *,
+    micro_batch_size: int | None = None,
+    is_share: bool = False,
+) -> tf.data.Dataset:
+    """Turns a dataset of batches into this worker's micro-batches.
+
+    A batch of n rows is split over all replicas into parts that differ by at
+    most one row; each worker takes its replicas' parts, and cuts them into
+    ceil(largest part / micro_batch_size) micro-steps of equal size, up to one
+    row. A part may be empty.
+
+    Args:
+        dataset: yields batches; every component has the rows first.
+        strategy: under which the micro-batches will be consumed.
+        micro_batch_size: the most rows of one replica at once; None: uncut.
+        is_share: whether `dataset` yields this worker's share only.
+
+    Returns:
+        An endless dataset: one element after the other for each replica of
+        this worker, micro-step by micro-step. See `next_elements`.
+    """
+    worker, num_workers = strategies.worker_index(strategy)
+    replicas = strategies.num_local_replicas(strategy)
+    place = (0, 1) if is_share else (worker, num_workers)
+    stream = _made(
+        _stream_of_dataset,
+        dataset,
+        tf.type_spec_from_value(dataset),
+        (*place, replicas, micro_batch_size),
+    )
+    # The Python functions of a generator live as long as their dataset does.
+    stream.made_of = dataset
+    return stream
+
+
+def batch_stream(
+    batch: Any,
+    strategy: tf.distribute.Strategy,
+    *,
+    micro_batch_size: int | None = None,
+) -> tf.data.Dataset:
+    """`micro_batch_stream` of one batch, which needs no functions of tf.data.
+
+    Args:
+        batch: nest of tensors with the rows first, the same on every worker.
+        strategy: as there.
+        micro_batch_size: as there.
+    """
+    replicas = strategies.num_local_replicas(strategy)
+    place = strategies.worker_index(strategy)
+    return _made(
+        _stream_of_batch,
+        batch,
+        _spec_of_any_rows(batch),
+        (*place, replicas, micro_batch_size),
+    )
+
+
+def any_number_of_rows(batch: Any) -> tf.data.Dataset:
+    """A dataset of this one batch, whose spec leaves the rows open."""
+    spec = _spec_of_any_rows(batch)
+    return _made(tf.data.Dataset.from_tensors, batch, spec)
+
+
+def _made(
+    make: Callable[..., tf.data.Dataset],
+    data: Any,
+    spec: Any,
+    arguments: tuple = (),
+) -> tf.data.Dataset:
+    """`make(data, *arguments)`; in Python that takes as long as many steps."""
+    return _graph(make, arguments).get_concrete_function(spec)(data)
+
+
+@functools.cache
+def _graph(make: Callable[..., tf.data.Dataset], arguments: tuple) -> Any:
+    """A function of data, traced once for each spec."""
+    return tf.function(lambda data: make(data, *arguments), autograph=False)
+
+
+def _stream_of_dataset(
+    dataset: tf.data.Dataset,
+    worker: int,
+    num_workers: int,
+    replicas: int,
+    micro_batch_size: int | None,
+) -> tf.data.Dataset:
+    # `map` unpacks a batch that is a tuple into arguments.
+    is_tuple = type(dataset.element_spec) is tuple
+
+    def whole(arguments: tuple) -> Any:
+        return arguments if is_tuple else arguments[0]
+
+    if num_workers > 1:
+        dataset = dataset.map(
+            lambda *batch: _share(whole(batch), worker, num_workers, replicas)
+        )
+    if replicas == 1 and micro_batch_size is None:
+        stream = _uncut(dataset)
+    else:
+        stream = dataset.flat_map(
+            lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
+        )
+    return _endless(stream, replicas)
+
+
+def _stream_of_batch(
+    batch: Any,
+    worker: int,
+    num_workers: int,
+    replicas: int,
+    micro_batch_size: int | None,
+) -> tf.data.Dataset:
+    if num_workers > 1:
+        batch = _share(batch, worker, num_workers, replicas)
+    if replicas == 1 and micro_batch_size is None:
+        stream = _uncut(tf.data.Dataset.from_tensors(batch))
+    else:
+        stream = _cut(batch, replicas, micro_batch_size)
+    options = tf.data.Options()
+    # There is nothing in it to improve, and looking for it takes longer.
+    options.experimental_optimization.apply_default_optimizations = False
+    return _endless(stream, replicas).with_options(options)
+
+
+def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Each batch as one micro-step of the only replica."""
+    counts = _counts(_UNCOUNTED, True, _UNCOUNTED)
+    return tf.data.Dataset.zip(_always(counts), dataset)
+
+
+def _endless(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+    """The stream, and after it for ever that there is nothing more."""
+    stream = stream.concatenate(_always(nothing(stream.element_spec)))
+    stream = stream.prefetch(2 * replicas)
+    options = tf.data.Options()
+    # With autotuning, deleting an iterator that has not come to its end waits
+    # for a thread that may sleep for more than a minute.
+    options.autotune.enabled = False
+    return stream.with_options(options)
+
+
+def next_elements(
+    iterator: Any, strategy: tf.distribute.Strategy
+) -> tuple[tuple, tuple, tuple, tuple]:
+    """The next micro-step's (rows, last, total, data).
+
+    Each is a tuple over the replicas of this worker.
+    """
+    replicas = strategies.num_local_replicas(strategy)
+    counts, data = zip(*(next(iterator) for _ in range(replicas)), strict=True)
+    rows, last, total = zip(*counts, strict=True)
+
+    def counted(numbers: tuple) -> tuple:
+        # What is not counted is a whole batch.
+        return tuple(
+            tf.where(number == _UNCOUNTED, num_rows(batch), number)
+            for number, batch in zip(numbers, data, strict=True)
+        )
+
+    return counted(rows), last, counted(total), data
+
+
+def _counts(rows: Any, last: Any, total: Any) -> tuple:
+    return tf.constant(rows), tf.constant(last), tf.constant(total)
+
+
+def _always(element: Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors(element).repeat()
+
+
+def without_optionals(data: Any) -> Any:
+    """Absent components of a batch as None. Source: Keras' trainer."""
+    return keras.tree.map_structure(
+        lambda leaf: (
+            None if isinstance(leaf, tf.experimental.Optional) else leaf
+        ),
+        data,
+    )
+
+
+def batch_spec(dataset: tf.data.Dataset) -> Any:
+    """The spec of one batch with unknown number of rows; None where absent."""
+
+    def open_rows(spec: Any) -> Any:
+        if isinstance(spec, tf.OptionalSpec):
+            return None
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+        return spec
+
+    return tf.nest.map_structure(open_rows, dataset.element_spec)
+
+
+def _spec_of_any_rows(batch: Any) -> Any:
+    """The spec of batches like this one, with any number of rows."""
+
+    def of(leaf: Any) -> Any:
+        spec = tf.type_spec_from_value(leaf)
+        if not hasattr(spec, "shape") or not spec.shape.rank:
+            return spec
+        shape = [None, *spec.shape[1:]]
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(
+                shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+            )
+        return type(spec)(shape, spec.dtype)
+
+    return tf.nest.map_structure(of, batch)
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return [
+        leaf
+        for leaf in tf.nest.flatten(batch, expand_composites=False)
+        if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor)
+    ]
+
+
+def num_rows(batch: Any) -> tf.Tensor:
+    """Rows of a batch, scalar int32."""
+    leaf = _leaves(batch)[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    if leaf.shape.rank == 0:
+        raise ValueError(
+            "The dataset must yield batches. Received: an element without "
+            f"rows, {batch}. Call dataset.batch(...) first."
+        )
+    return tf.shape(leaf)[0]
+
+
+def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
+    """A copy of some rows of a batch.
+
+    Kernels write their result into an argument that nobody else needs. Of what
+    Python has given to tf.data TensorFlow writes into the user's own array,
+    once it is sliced. Source: `SubBuffer` in TensorFlow's tensor.cc.
+    """
+
+    def copied(tensor: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.DeepCopy(x=tensor)
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            begin = tf.concat(
+                [[start], tf.zeros([leaf.shape.rank - 1], tf.int32)], 0
+            )
+            size = tf.concat(
+                [[end - start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
+            )
+            return tf.sparse.slice(leaf, begin, size)
+        if isinstance(leaf, tf.Tensor | tf.RaggedTensor):
+            return tf.nest.map_structure(
+                copied, leaf[start:end], expand_composites=True
+            )
+        return leaf  # an absent component: None, or an empty Optional
+
+    return tf.nest.map_structure(take, batch, expand_composites=False)
+
+
+def _boundary(rows: tf.Tensor, part: Any, num_parts: Any) -> tf.Tensor:
+    """First row of a part when rows are split evenly, larger parts first."""
+    return part * (rows // num_parts) + tf.minimum(part, rows % num_parts)
+
+
+def _share(batch: Any, worker: int, num_workers: int, replicas: int) -> Any:
+    """The rows of the replicas of one worker."""
+    rows = num_rows(batch)
+    total = num_workers * replicas
+    return _rows(
+        batch,
+        _boundary(rows, worker * replicas, total),
+        _boundary(rows, (worker + 1) * replicas, total),
+    )
+
+
+def _cut(
+    batch: Any, replicas: int, micro_batch_size: int | None
+) -> tf.data.Dataset:
+    """One batch as a dataset of micro-batches, replica by replica."""
+    rows = num_rows(batch)
+    steps = tf.constant(1)
+    if micro_batch_size is not None:
+        largest = -(-rows // replicas)
+        steps = tf.maximum(-(-largest // micro_batch_size), 1)
+    parts = steps * replicas
+    index = tf.range(parts + 1)
+    bounds = _boundary(rows, index, parts)
+    counts = tf.data.Dataset.from_tensor_slices(
+        (
+            bounds[1:] - bounds[:-1],
+            index[:-1] // replicas == steps - 1,
+            tf.fill([parts], rows),
+        )
+    )
+    if all(isinstance(leaf, tf.Tensor) for leaf in tf.nest.flatten(batch)):
+        # Larger parts first; as many rows in each of them.
+        size, larger = rows // parts, rows % parts
+        middle = larger * (size + 1)
+        data = _parts(_rows(batch, 0, middle), larger, size + 1).concatenate(
+            _parts(_rows(batch, middle, rows), parts - larger, size)
+        )
+    else:  # A function for each part takes as long as a small micro-step.
+        data = tf.data.Dataset.from_tensor_slices(
+            (bounds[:-1], bounds[1:])
+        ).map(lambda start, end: _rows(batch, start, end))
+    return tf.data.Dataset.zip(counts, data)
+
+
+def _parts(batch: Any, number: Any, size: Any) -> tf.data.Dataset:
+    """Dense tensors as a dataset of so many parts of so many rows each."""
+
+    def folded(leaf: tf.Tensor) -> tf.Tensor:
+        shape = tf.concat([[number, size], tf.shape(leaf)[1:]], 0)
+        result = tf.reshape(leaf, shape)
+        result.set_shape([None, None, *leaf.shape[1:]])
+        return result
+
+    return tf.data.Dataset.from_tensor_slices(
+        tf.nest.map_structure(folded, batch)
+    )
+
+
+def nothing(element_spec: Any) -> Any:
+    """The element that says there is no more data."""
+
+    def zeros(spec: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec):
+            shape = [
+                size if size is not None else int(axis > 0)
+                for axis, size in enumerate(spec.shape)
+            ]
+            return tf.zeros(shape, spec.dtype)
+        if isinstance(spec, tf.RaggedTensorSpec):
+            empty = tf.zeros(
+                [0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype
+            )
+            for _ in range(spec.ragged_rank):
+                empty = tf.RaggedTensor.from_row_splits(
+                    empty, tf.zeros([1], spec.row_splits_dtype)
+                )
+            return empty
+        if isinstance(spec, tf.SparseTensorSpec):
+            shape = [size or 0 for size in spec.shape]
+            return tf.SparseTensor(
+                tf.zeros([0, len(shape)], tf.int64),
+                tf.zeros([0], spec.dtype),
+                shape,
+            )
+        if isinstance(spec, tf.OptionalSpec):
+            return keras_private.empty_optional(spec)
+        return None
+
+    _, data_spec = element_spec
+    data = tf.nest.map_structure(zeros, data_spec, expand_composites=False)
+    return _counts(NO_MORE_DATA, True, 0), data
