@@ -113,7 +113,7 @@ def test_batches_of_any_number_of_rows_are_cut_by_one_trace(monkeypatch):
     monkeypatch.setattr(
         micro_batches, "_cut", lambda *a: cuts.append(a[1:]) or cut(*a)
     )
-    micro_batches._graph.cache_clear()
+    micro_batches._graphs.cache_clear()
     strategy = toy.strategy_of(2)
     for rows in (5, 8, 3, 8):
         batch = tf.random.uniform([rows, 2])
@@ -124,6 +124,17 @@ def test_batches_of_any_number_of_rows_are_cut_by_one_trace(monkeypatch):
     assert len(cuts) == 4
     both_ways(tf.constant([1, 2, 3]), strategy, 1)
     assert cuts[4:] == [(2, 1)] * 2
+
+
+def test_rows_that_are_known_stay_known():
+    strategy = toy.strategy_of(1)
+    rows = tf.data.Dataset.from_tensor_slices(np.zeros([12, 2], np.float32))
+    for known in (False, True, False):
+        stream = micro_batches.micro_batch_stream(
+            rows.batch(4, drop_remainder=known), strategy
+        )
+        _, spec = stream.element_spec
+        assert spec.shape.as_list() == [4 if known else None, 2]
 
 
 def test_train_on_batch_traces_nothing_anew(monkeypatch):

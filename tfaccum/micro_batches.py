@@ -101,13 +101,25 @@ def _made(
     arguments: tuple = (),
 ) -> tf.data.Dataset:
     """`make(data, *arguments)`; in Python that takes as long as many steps."""
-    return _graph(make, arguments).get_concrete_function(spec)(data)
+    graphs = _graphs(make, arguments)
+    graph = next((graph for of, graph in graphs if of == spec), None)
+    if graph is None:
+        trace = tf.function(
+            lambda data: make(data, *arguments), autograph=False
+        )
+        graph = trace.get_concrete_function(spec)
+        graphs.append((spec, graph))
+    return graph(data)
 
 
 @functools.cache
-def _graph(make: Callable[..., tf.data.Dataset], arguments: tuple) -> Any:
-    """A function of data, traced once for each spec."""
-    return tf.function(lambda data: make(data, *arguments), autograph=False)
+def _graphs(make: Callable[..., tf.data.Dataset], arguments: tuple) -> list:
+    """Graphs by the spec of the data.
+
+    A tf.function would take one of any number of rows for data of which it is
+    known. A list, since a dict in a spec has no hash.
+    """
+    return []
 
 
 def _stream_of_dataset(
