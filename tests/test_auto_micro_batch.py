@@ -4,8 +4,10 @@ Memory runs out in the middle of a micro-step: TensorFlow turns a MemoryError
 of a step into the ResourceExhaustedError that a device's allocator raises.
 """
 
+import gc
 import json
 import logging
+import os
 
 import keras
 import numpy as np
@@ -16,6 +18,7 @@ import tfaccum
 from tests import toy, workers
 from tests.multi_worker import memory_checks
 from tests.multi_worker.memory_checks import Limited
+from tfaccum.replay import Replay
 
 
 def limited(replicas=1, limits=(8,), layers=None, **how):
@@ -237,3 +240,18 @@ def test_bad_arguments(arguments, error, text):
 def test_other_words_are_refused():
     with pytest.raises(ValueError, match="Received: micro_batch_size='big'"):
         toy.toy(micro_batch_size="big")
+
+
+@pytest.mark.parametrize("method", ["fit", "train_on_batch"])
+def test_no_thread_reads_on_afterwards(method):
+    model = toy.toy(micro_batch_size="auto")
+    x = np.ones([8, 1], np.float32)
+    call = getattr(model, method)
+    call(x, x)
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        call(x, x)
+    gc.collect()
+    # TensorFlow keeps the function of a generator, and what it refers to.
+    assert not [o for o in gc.get_objects() if type(o) is Replay]
+    assert len(os.listdir("/proc/self/task")) <= before + 2

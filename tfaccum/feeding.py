@@ -346,6 +346,10 @@ class Source:
         if self._replay is not None:
             self._iterator = iter(self._new_stream(self._replay.dataset()))
 
+    def close(self) -> None:
+        """Lets go of the data: no thread reads on while Python ends."""
+        self._iterator = self._replay = None
+
     def let_go(self, batches: int) -> None:
         """Forgets the first batches that are held."""
         if self._replay is not None:

@@ -6,6 +6,7 @@ have the same arguments, callbacks and results. A Keras "batch" stays a
 dataset batch: with K = 8 the progress bar moves by 8.
 """
 
+import contextlib
 import json
 import math
 import warnings
@@ -132,7 +133,7 @@ class HostLoop(Evaluation):
         self.train_window.prepare(source.element_spec)
         run = self.current_run = Run(self, source, initial_epoch)
         run.callbacks = callbacks.callbacks
-        with run.until_end:
+        with run.until_end, contextlib.closing(source):
             return self._fit(
                 run, source, validation, callbacks, epochs, validation_freq
             )

@@ -2,6 +2,7 @@
 
 import collections
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,9 +38,16 @@ class Replay:
         with self._lock:
             self._reading += 1
             reading, first = self._reading, self._first
+        # TensorFlow keeps the function of a generator for ever.
+        this = weakref.ref(self)
+
+        def read() -> Iterator[tuple]:
+            replay = this()
+            return iter(()) if replay is None else replay._read(reading, first)
+
         present = [spec for spec in _leaves(self._spec) if _is_present(spec)]
         tensors = tf.data.Dataset.from_generator(
-            lambda: self._read(reading, first),
+            read,
             output_signature=tuple(
                 tf.nest.flatten(present, expand_composites=True)
             ),
