@@ -43,7 +43,7 @@ class Replay:
 
         def read() -> Iterator[tuple]:
             replay = this()
-            return iter(()) if replay is None else replay._read(reading, first)
+            return iter(()) if replay is None else replay.read(reading, first)
 
         present = [spec for spec in _leaves(self._spec) if _is_present(spec)]
         tensors = tf.data.Dataset.from_generator(
@@ -79,7 +79,8 @@ class Replay:
                 self._held.popleft()
                 self._first += 1
 
-    def _read(self, reading: int, position: int) -> Iterator[tuple]:
+    def read(self, reading: int, position: int) -> Iterator[tuple]:
+        """The batches of one reading from a position on, as flat tensors."""
         while True:
             with self._lock:
                 if reading != self._reading:
