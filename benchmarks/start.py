@@ -128,19 +128,19 @@ def calls(rounds):
     }
     found = {}
     for who, (model, data) in contenders.items():
-        found[who, "fit"] = functools.partial(model.fit, data, verbose=0)
-        found[who, "train_on_batch"] = functools.partial(
-            model.train_on_batch, x, y
-        )
-        found[who, "test_on_batch"] = functools.partial(
-            model.test_on_batch, x, y
-        )
-        found[who, "predict_on_batch"] = functools.partial(
-            model.predict_on_batch, x
-        )
+        for method, arguments in {
+            "fit": (data,),
+            "train_on_batch": (x, y),
+            "test_on_batch": (x, y),
+            "predict_on_batch": (x,),
+        }.items():
+            call = functools.partial(getattr(model, method), *arguments)
+            if method == "fit":
+                call = functools.partial(call, verbose=0)
+            found[who, method] = _several(call)
     runs = {
-        which: functools.partial(benchmarks.timed, _several(call))
-        for which, call in found.items()
+        which: functools.partial(benchmarks.timed, action)
+        for which, action in found.items()
     }
     for run in runs.values():
         run()
@@ -158,15 +158,16 @@ def calls(rounds):
         "steps": STEPS_OF_CALLS,
         "rounds": rounds,
         "calls": [
-            {"who": who, "method": method, "ms": ms[which]}
-            | {"cpu_ms": cpu_ms[which]}
-            for which in found
-            for who, method in [which]
+            {"who": who, "method": method}
+            | {"ms": ms[who, method], "cpu_ms": cpu_ms[who, method]}
+            for who, method in found
         ],
     }
 
 
 def _several(call):
+    """What makes one call so often that it can be timed."""
+
     def action():
         for _ in range(CALLS):
             call()

@@ -51,9 +51,8 @@ def micro_batch_stream(
         An endless dataset: one element after the other for each replica of
         this worker, micro-step by micro-step. See `next_elements`.
     """
-    worker, num_workers = strategies.worker_index(strategy)
     replicas = strategies.num_local_replicas(strategy)
-    place = (0, 1) if is_share else (worker, num_workers)
+    place = (0, 1) if is_share else strategies.worker_index(strategy)
     stream = _made(
         _stream_of_dataset,
         dataset,
