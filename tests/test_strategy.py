@@ -86,8 +86,9 @@ import json, os, signal, time
 import tensorflow as tf
 import tfaccum
 from tfaccum import strategy as strategies
+from tfaccum.cluster import Cluster
 
-def started():
+def started(size):
     strategy = tfaccum.make_strategy(
         communication="ring", bytes_per_pack=1000, fingerprint={"a": "b"}
     )
@@ -96,26 +97,31 @@ def started():
     def total():
         def replica():
             context = tf.distribute.get_replica_context()
-            return context.all_reduce("SUM", tf.ones([2]))
+            return context.all_reduce("SUM", tf.ones([size]))
 
         return strategy.run(replica)
 
     found = strategy.experimental_local_results(total())
-    return [float(value[0]) for value in found], strategies.worker_index(
-        strategy
-    )
+    place = strategies.worker_index(strategy)
+    if place[0] == 0:
+        time.sleep(1)  # The other fetches from this one before it goes on.
+    return [value.numpy().tolist() for value in found], place
 
-# Twice, as a notebook may.
+# Three times, as a notebook may.
 signals = []
 signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-found = [started(), started()]
+found = [started(2), started(3), started(2)]
+try:
+    tfaccum.make_strategy(cluster=Cluster(("127.0.0.1:1",), 0, "a test"))
+except ValueError as error:
+    refusal = str(error)
 time.sleep(1)
 os.kill(os.getpid(), signal.SIGTERM)
 deadline = time.monotonic() + 30
 while not signals and time.monotonic() < deadline:
     time.sleep(0.01)
 with open(os.environ["TFACCUM_RESULT"], "w") as file:
-    json.dump([*found, signals], file)
+    json.dump([found, refusal, signals], file)
 """
 
 
@@ -123,8 +129,12 @@ def test_workers_meet_and_start_and_start_again(tmp_path, run_workers):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     for index, worker in enumerate(run_workers(script, 2, timeout=120)):
-        *found, signals = worker.result
-        assert found == [[[2.0], [index, 2]]] * 2
+        found, refusal, signals = worker.result
+        totals, places = zip(*found, strict=True)
+        assert totals == ([[2, 2]], [[2, 2, 2]], [[2, 2]])
+        assert places == ([index, 2],) * 3
+        assert "must be the one that this process has joined" in refusal
+        assert "127.0.0.1:1" in refusal
         # Which TensorFlow would have kept for itself; tests/test_faults.py has
         # workers that die of it, because they did not ask for it.
         assert signals == [15]

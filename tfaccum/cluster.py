@@ -61,7 +61,7 @@ class Cluster:
 
     addresses: tuple[str, ...]
     index: int
-    source: str
+    source: str = dataclasses.field(compare=False)
 
     def __post_init__(self) -> None:
         """Checks the description."""

@@ -10,6 +10,7 @@ This module imports nothing of tfaccum.
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -512,11 +513,36 @@ def local_cpus(count: int) -> Iterator[None]:
         extended._initialize_local_devices = original
 
 
-def separate_collective_keys() -> None:
-    """Gives the next MirroredStrategy collective keys of its own.
+@contextlib.contextmanager
+def server_that_runs() -> Iterator[None]:
+    """Inside, a MultiWorkerMirroredStrategy does not start the server again.
+
+    Each one starts TensorFlow's server, also where it runs already. What
+    another worker is still fetching from this one is thrown away then, and
+    that worker fails ("Delete called on non-empty BufRendezvous").
+
+    Source: `CollectiveAllReduceExtended._initialize_multi_worker`.
+    """
+    running = context.context()
+    running.enable_collective_ops = lambda server_def: None
+    try:
+        yield
+    finally:
+        del running.enable_collective_ops
+
+
+# Apart, since of those on one worker each may make what it wishes.
+_collective_keys = {
+    tf.distribute.MultiWorkerMirroredStrategy: itertools.count(500_000, 10**6),
+    tf.distribute.MirroredStrategy: itertools.count(10**6, 10**6),
+}
+
+
+def separate_collective_keys(kind: type[tf.distribute.Strategy]) -> None:
+    """Gives the next strategy of this kind collective keys of its own.
 
     Every new strategy of a process counts from the same key, so that a second
     one joins the groups of the first and aborts ("joining a group with size
     4, but that group has size 2").
     """
-    tf.distribute.MirroredStrategy._collective_key_base += 1_000_000
+    kind._collective_key_base = next(_collective_keys[kind])

@@ -85,6 +85,7 @@ def make_strategy(
         ValueError: if the description of the cluster is wrong.
         ValueError: if `communication` is none of the three, or "nccl"
             without a GPU.
+        ValueError: if this process has joined another cluster before.
         StartError: if the workers of the cluster cannot start together.
     """
     found = clusters.find(cluster) if isinstance(cluster, str) else cluster
@@ -122,7 +123,7 @@ def make_strategy(
         )
     if len(names) == 1:
         return tf.distribute.OneDeviceStrategy(f"/{names[0]}")
-    keras_private.separate_collective_keys()
+    keras_private.separate_collective_keys(tf.distribute.MirroredStrategy)
     return tf.distribute.MirroredStrategy([f"/{name}" for name in names])
 
 
@@ -137,27 +138,24 @@ def _join(
     A second strategy of the same process uses the server that runs.
     """
     global _joined
-    if cluster != _joined:
-        gpus = tf.config.list_physical_devices("GPU")
-        rendezvous.meet(
-            cluster,
-            {
-                "GPUs of a worker": str(len(gpus)),
-                "virtual devices of a worker": str(_num_virtual_devices()),
-                "communication": options.implementation.value.lower(),
-                "bytes_per_pack": str(options.bytes_per_pack),
-                "collective_timeout": str(options.timeout_seconds or 0),
-                **facts,
-            },
-            start_timeout,
+    if _joined not in (None, cluster):
+        raise ValueError(
+            "`cluster` must be the one that this process has joined, "
+            f"{_joined}: TensorFlow's server stays in it until the process "
+            f"ends. Received: cluster={cluster}."
         )
-        _joined = cluster
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_limit(start_timeout))
-        stack.enter_context(_own_sigterm())
+        if _joined is None:
+            _meet(cluster, options, start_timeout, facts)
+            stack.enter_context(_limit(start_timeout))
+            stack.enter_context(_own_sigterm())
+        else:
+            stack.enter_context(keras_private.server_that_runs())
         if count := _num_virtual_devices():
             stack.enter_context(keras_private.local_cpus(count))
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(
+        kind = tf.distribute.MultiWorkerMirroredStrategy
+        keras_private.separate_collective_keys(kind)
+        strategy = kind(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
                 task_type="worker",
@@ -166,8 +164,31 @@ def _join(
             ),
             options,
         )
+    _joined = cluster
     _leave_together(strategy)
     return strategy
+
+
+def _meet(
+    cluster: Cluster,
+    options: tf.distribute.experimental.CommunicationOptions,
+    start_timeout: float,
+    facts: Mapping[str, str],
+) -> None:
+    """Waits until the workers are there, and have the same settings."""
+    gpus = tf.config.list_physical_devices("GPU")
+    rendezvous.meet(
+        cluster,
+        {
+            "GPUs of a worker": str(len(gpus)),
+            "virtual devices of a worker": str(_num_virtual_devices()),
+            "communication": options.implementation.value.lower(),
+            "bytes_per_pack": str(options.bytes_per_pack),
+            "collective_timeout": str(options.timeout_seconds or 0),
+            **facts,
+        },
+        start_timeout,
+    )
 
 
 def _num_virtual_devices() -> int:
