@@ -544,6 +544,20 @@ def test_moving_averages():
     )
 
 
+def test_config_for_a_copy():
+    def rate():
+        return 0.5
+
+    for given in (rate, keras.optimizers.schedules.CosineDecay(0.5, 10), 0.5):
+        optimizer = keras.optimizers.SGD(given, momentum=0.25)
+        config = keras_private.config_for_a_copy(optimizer)
+        assert (config["learning_rate"], config["momentum"]) == (given, 0.25)
+        copy = keras.optimizers.SGD.from_config(config)
+        assert (
+            float(copy.learning_rate) == float(optimizer.learning_rate) == (0.5)
+        )
+
+
 def test_adam_moments():
     """After one step (1 - beta) times the gradient, and its square."""
     variables = [keras.Variable([0.0, 0.0]), keras.Variable(0.0)]

@@ -280,8 +280,8 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """Every layer of the model, at any depth, the model included."""
+def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Every layer of a model or layer, at any depth, itself included."""
     return list(model._flatten_layers())
 
 
@@ -383,6 +383,24 @@ def moving_averages(
         )
         if average is not None
     ]
+
+
+def config_for_a_copy(
+    optimizer: keras.optimizers.Optimizer,
+) -> dict[str, Any]:
+    """An optimizer's config, with its schedule or callable as it is.
+
+    `get_config` serializes it, which not every learning rate allows, though
+    all of them train.
+    """
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.Variable):
+        return optimizer.get_config()
+    optimizer._learning_rate = 0.0
+    try:
+        return optimizer.get_config() | {"learning_rate": rate}
+    finally:
+        optimizer._learning_rate = rate
 
 
 def adam_moments(

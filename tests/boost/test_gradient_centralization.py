@@ -296,6 +296,42 @@ def test_training_goes_on_after_loading(optimizer, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """Without `get_config`, and unknown to Keras: it cannot be saved."""
+
+    def __call__(self, step):
+        return 0.1 / (1 + keras.ops.cast(step, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"), [(Falling(), [0.1, 0.05]), (lambda: 0.25, [0.25] * 2)]
+)
+def test_a_learning_rate_that_cannot_be_saved_trains(rate, expected):
+    model = dense_model(1, lambda: keras.optimizers.SGD(rate))
+    kernel, bias = fit(model)
+    wanted, wanted_bias = KERNEL, BIAS
+    for batch, step in zip((slice(4), slice(4, 7)), expected, strict=True):
+        g, g_bias = gradients(X[batch], Y[batch])
+        wanted = wanted - step * without_mean(g)
+        wanted_bias = wanted_bias - step * g_bias
+    assert_near([kernel, bias], [wanted, wanted_bias])
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Muon"])
+def test_all_optimizers_of_keras_are_loaded(kind, tmp_path):
+    if not hasattr(keras.optimizers, kind):
+        pytest.skip(f"keras.optimizers.{kind} is of a later Keras")
+    optimizer = getattr(keras.optimizers, kind)
+    model = dense_model(1, lambda: optimizer(0.125))
+    model.save(tmp_path / "model.keras")
+    with keras.saving.custom_object_scope({"loss": loss}):
+        loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
+    assert isinstance(loaded, optimizer) and isinstance(
+        loaded, boost.Centralized
+    )
+    assert loaded.get_config() == model.optimizer.get_config()
+
+
 # --- Errors ----------------------------------------------------------------
 
 

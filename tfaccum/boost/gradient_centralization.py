@@ -156,7 +156,8 @@ class Centralized:
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> keras.optimizers.Optimizer:
         """As in Keras."""
-        optimizer = keras.optimizers.deserialize(
+        # That of `keras.optimizers` does not know all optimizers of Keras.
+        optimizer = keras.saving.deserialize_keras_object(
             dict(config["optimizer"]), custom_objects
         )
         return _made(optimizer, tuple(config["paths"]))
@@ -248,7 +249,8 @@ def _made(
 ) -> keras.optimizers.Optimizer:
     kind: Any = _class(optimizer.__class__)
     # The optimizer's own `from_config`, for the new class.
-    made = super(Centralized, kind).from_config(optimizer.get_config())
+    config = keras_private.config_for_a_copy(optimizer)
+    made = super(Centralized, kind).from_config(config)
     made.centralized_paths = paths
     return made
 
