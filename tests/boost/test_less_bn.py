@@ -228,6 +228,28 @@ def test_a_model_in_the_model_is_looked_through():
     assert len(less.trainable_variables) == 2
 
 
+def test_layers_in_others_are_copied_and_counted():
+    sequential = keras.Sequential(
+        [LAYERS.BatchNormalization(name="inside")], name="row"
+    )
+    inputs = keras.Input((6, 6, 2))
+    x = sequential(Normalized(3, name="own")(inputs))
+    model = network(block("a"))
+    x = LAYERS.Conv2D(2, 1)(x)
+    model = keras.Model(inputs, model(x))
+    for weights in model.trainable_variables:
+        weights.assign(weights + 0.25)
+    less, report = boost.with_less_bn(model)
+    assert len(report.removed) == 2
+    assert {"own/inside", "row/inside"} < set(report.kept)
+    assert len(report.kept) == 4
+    copy = less.get_layer("own")
+    assert isinstance(copy, Normalized)
+    np.testing.assert_array_equal(
+        copy(images()), model.get_layer("own")(images())
+    )
+
+
 @pytest.mark.parametrize("kind", [dict, list])
 def test_inputs_and_outputs_keep_names_and_places(kind):
     first = keras.Input((6, 6, 4), name="z")
@@ -302,6 +324,35 @@ def test_the_head_has_the_kernel_of_the_dense_layer():
     head = without.get_layer("head")
     assert head.bias is None and len(head.weights) == 2
     assert head.multiplier.numpy() == 20
+
+
+def test_the_head_keeps_regularizers_and_constraints(tmp_path):
+    model = network(
+        block("a"),
+        head=LAYERS.Dense(
+            3,
+            name="head",
+            kernel_regularizer=keras.regularizers.L2(0.5),
+            bias_regularizer="l1",
+            activity_regularizer="l2",
+            kernel_constraint=keras.constraints.MaxNorm(2.0),
+            bias_constraint="non_neg",
+        ),
+    )
+    dense = model.get_layer("head")
+    dense.bias.assign([1.0, -2.0, 3.0])
+    less, _ = boost.with_less_bn(model, normalized_head=True)
+    less.save(tmp_path / "model.keras")
+    head = keras.saving.load_model(tmp_path / "model.keras").get_layer("head")
+    outputs = head(np.ones([1, dense.kernel.shape[0]], "float32"))
+    expected = [
+        0.5 * np.sum(np.square(dense.kernel)),
+        0.01 * 6,
+        0.01 * np.sum(np.square(outputs)),
+    ]
+    np.testing.assert_allclose(sorted(head.losses), sorted(expected), 1e-6)
+    assert head.kernel.constraint.max_value == 2
+    assert head.bias.constraint([-1.0, 2.0]).numpy().tolist() == [0, 2]
 
 
 def test_the_head_is_found_behind_an_activation():
@@ -385,8 +436,28 @@ class Subclassed(keras.Model):
         return inputs
 
 
+class Normalized(keras.Model):
+    """Functional, but for its constructor: its config has no layers."""
+
+    def __init__(self, units, **how):
+        inputs = keras.Input((6, 6, 2))
+        outputs = LAYERS.BatchNormalization(name="inside")(
+            LAYERS.Conv2D(units, 1)(inputs)
+        )
+        super().__init__(inputs, outputs, **how)
+        self.units = units
+
+    def get_config(self):
+        return {"units": self.units, "name": self.name}
+
+
 @pytest.mark.parametrize(
-    "model", [Subclassed, lambda: keras.Sequential([LAYERS.Dense(1)])]
+    "model",
+    [
+        Subclassed,
+        lambda: keras.Sequential([LAYERS.Dense(1)]),
+        lambda: Normalized(2),
+    ],
 )
 def test_a_model_that_is_not_functional_is_refused(model):
     with pytest.raises(TypeError, match="must be functional.*Received: model="):

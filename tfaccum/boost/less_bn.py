@@ -35,7 +35,7 @@ _Tensor = tuple[str, int, int]
 class LessBN:
     """What `with_less_bn` has done. The names are those of layers.
 
-    A layer of a model inside the model is called "model/layer".
+    A layer inside a model or layer of the model is called "outer/layer".
 
     Attributes:
         removed: the BatchNormalizations that were taken out.
@@ -76,6 +76,10 @@ class NormalizedHead(keras.layers.Layer):
             1: without a bias, logits in [-1, 1]. 16 to 30 is common.
         kernel_initializer: default "glorot_uniform".
         bias_initializer: default "zeros".
+        kernel_regularizer: of the kernel as it is, not divided. Default none.
+        bias_regularizer: default none.
+        kernel_constraint: default none.
+        bias_constraint: default none.
         epsilon: the least squared length that is divided by, > 0.
         **kwargs: as in `keras.layers.Layer`.
 
@@ -96,6 +100,10 @@ class NormalizedHead(keras.layers.Layer):
         multiplier: float = 1.0,
         kernel_initializer: Any = "glorot_uniform",
         bias_initializer: Any = "zeros",
+        kernel_regularizer: Any = None,
+        bias_regularizer: Any = None,
+        kernel_constraint: Any = None,
+        bias_constraint: Any = None,
         epsilon: float = 1e-12,
         **kwargs: Any,
     ):
@@ -115,6 +123,10 @@ class NormalizedHead(keras.layers.Layer):
         self.start = multiplier
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.kernel_constraint = keras.constraints.get(kernel_constraint)
+        self.bias_constraint = keras.constraints.get(bias_constraint)
         self.epsilon = epsilon
 
     def build(self, input_shape: Any) -> None:
@@ -126,6 +138,8 @@ class NormalizedHead(keras.layers.Layer):
         self.kernel = self.add_weight(
             shape=(input_shape[-1], self.units),
             initializer=self.kernel_initializer,
+            regularizer=self.kernel_regularizer,
+            constraint=self.kernel_constraint,
             name="kernel",
         )
         self.multiplier = self.add_weight(
@@ -138,6 +152,8 @@ class NormalizedHead(keras.layers.Layer):
             self.bias = self.add_weight(
                 shape=(self.units,),
                 initializer=self.bias_initializer,
+                regularizer=self.bias_regularizer,
+                constraint=self.bias_constraint,
                 name="bias",
             )
         self.built = True
@@ -164,18 +180,21 @@ class NormalizedHead(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
+        objects = {
+            f"{of}_{kind}": getattr(self, f"{of}_{kind}")
+            for of in ("kernel", "bias")
+            for kind in ("initializer", "regularizer", "constraint")
+        }
         return {
             **super().get_config(),
+            **{
+                name: keras.saving.serialize_keras_object(value)
+                for name, value in objects.items()
+            },
             "units": self.units,
             "activation": keras.activations.serialize(self.activation),
             "use_bias": self.use_bias,
             "multiplier": self.start,
-            "kernel_initializer": keras.initializers.serialize(
-                self.kernel_initializer
-            ),
-            "bias_initializer": keras.initializers.serialize(
-                self.bias_initializer
-            ),
             "epsilon": self.epsilon,
         }
 
@@ -222,12 +241,14 @@ def with_less_bn(
     bottleneck only with the main branch first and ReLU behind each
     normalization, and says nothing where it finds none.
     """
-    if not isinstance(model, keras_private.FunctionalModel):
+    if not _is_functional(model):
         raise TypeError(
             "`model` must be functional, that is made by `keras.Model(inputs, "
             f"outputs)`. Received: model={model.__class__.__name__}. The "
-            "layers of a subclassed or Sequential model do not say what is "
-            "added to what."
+            "layers of a Sequential model do not say what is added to what, "
+            "nor do those of a class with a constructor of its own; if that "
+            "calls `super().__init__(inputs, outputs)`, pass "
+            "`keras.Model(model.inputs, model.outputs)`."
         )
     if not head_multiplier > 0:
         raise ValueError(
@@ -255,6 +276,14 @@ def with_less_bn(
     return copy, report
 
 
+def _is_functional(layer: Any) -> bool:
+    """Whether its config says how its layers are connected."""
+    return (
+        isinstance(layer, keras_private.FunctionalModel)
+        and "layers" in layer.get_config()
+    )
+
+
 def _copied(
     model: keras.Model, heads: set[str], head_arguments: dict[str, Any]
 ) -> tuple[keras.Model, LessBN]:
@@ -264,7 +293,7 @@ def _copied(
     inner: dict[str, LessBN] = {}
 
     def clone(layer: Any) -> Any:
-        if isinstance(layer, keras_private.FunctionalModel):
+        if _is_functional(layer):
             copy, inner[layer.name] = _copied(layer, set(), {})
             return copy
         if layer.name in heads:
@@ -309,6 +338,12 @@ def _report(
             gone.append(layer.name)
         elif isinstance(layer, keras.layers.BatchNormalization):
             kept.append(layer.name)
+        else:
+            kept += [
+                f"{layer.name}/{inside.name}"
+                for inside in keras_private.all_layers(layer)
+                if isinstance(inside, keras.layers.BatchNormalization)
+            ]
     return LessBN(tuple(gone), tuple(kept), tuple(sorted(heads)))
 
 
@@ -323,6 +358,11 @@ def _head_like(
         multiplier=multiplier,
         kernel_initializer=dense.kernel_initializer,
         bias_initializer=dense.bias_initializer,
+        kernel_regularizer=dense.kernel_regularizer,
+        bias_regularizer=dense.bias_regularizer,
+        kernel_constraint=dense.kernel_constraint,
+        bias_constraint=dense.bias_constraint,
+        activity_regularizer=dense.activity_regularizer,
         name=dense.name,
         dtype=dense.dtype_policy,
         trainable=dense.trainable,
