@@ -285,8 +285,8 @@ class MicroStep:
 
     def losses(
         self, elements: Sequence[tuple[Any, Any, Any]]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The first loss that a micro-step hands over, and nothing else.
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        """The losses that a micro-step hands over, and nothing else.
 
         Seeds, counters, metrics and moving statistics are put back, so that
         each call draws the same dropout masks. Communicates nothing.
@@ -295,8 +295,8 @@ class MicroStep:
             elements: as in `run`.
 
         Returns:
-            (weight * loss, weight), per replica, float32 scalars; zeros where
-            a replica had no rows.
+            For each optimizer (weight * loss, weight), per replica, float32
+            scalars; zeros where a replica had no rows.
 
         Context: cross-replica.
         """
@@ -305,7 +305,7 @@ class MicroStep:
 
     def _losses_on_replica(
         self, rows: tf.Tensor, data: Any
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         variables = [
             *keras_private.layer_state(self._model),
             *(v for v in self._model.non_trainable_variables if is_counter(v)),
@@ -313,23 +313,28 @@ class MicroStep:
         ]
         before = [tf.identity(v.value) for v in variables]
 
-        def with_rows() -> tuple[tf.Tensor, tf.Tensor]:
+        def with_rows() -> list[tuple[tf.Tensor, tf.Tensor]]:
             with (
                 keras_private.plain_mean_losses(rows, self._fixed),
                 _receiving(frozenset(), only_losses=True) as received,
                 _root_of_names(),
             ):
                 self._step(without_optionals(data))
-            backward = received.backwards[0]
-            is_sum = backward.weight is None
-            weight = tf.cast(1.0 if is_sum else backward.weight, tf.float32)
-            loss = tf.cast(backward.loss, tf.float32)
-            return reduction.weighted(loss, weight), weight
+            found = []
+            for backward in received.backwards:
+                is_sum = backward.weight is None
+                weight = tf.cast(1.0 if is_sum else backward.weight, tf.float32)
+                loss = tf.cast(backward.loss, tf.float32)
+                found.append((reduction.weighted(loss, weight), weight))
+            return found
+
+        def without_rows() -> list[tuple[tf.Tensor, tf.Tensor]]:
+            return [(tf.zeros([]), tf.zeros([]))] * len(self.trained)
 
         found = (
             with_rows()
             if self.communicates
-            else tf.cond(rows > 0, with_rows, lambda: (tf.zeros([]),) * 2)
+            else tf.cond(rows > 0, with_rows, without_rows)
         )
         for variable, old in zip(variables, before, strict=True):
             variable.assign(old)

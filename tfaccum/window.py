@@ -264,13 +264,10 @@ class Window:
             row.append(wait)
         if self._accumulates:
             run(self.sums.reset)
-        for trained, gradients, result in zip(
-            self.trained,
-            reduced["gradients"],
-            results,
-            strict=True,
+        for index, of_optimizer in enumerate(
+            zip(reduced["gradients"], results, strict=True)
         ):
-            self._update(trained, gradients, result, stopped, elements)
+            self._update(index, *of_optimizer, stopped, elements)
         keeps = (
             (finite | (self._model.on_nonfinite == "apply"))
             & tf.reduce_any([r["weight"] > 0 for r in results])
@@ -788,13 +785,14 @@ class Window:
 
     def _update(
         self,
-        trained: Trained,
+        index: int,
         gradients: Any,
         result: dict[str, Any],
         stopped: tf.Tensor,
         elements: Any,
     ) -> None:
         """Applies a good gradient; moves the loss scale once either way."""
+        trained = self.trained[index]
         if not trained.variables:
             return
         counts = (result["weight"] > 0) & ~stopped
@@ -808,7 +806,7 @@ class Window:
             applies_nonfinite=self._model.on_nonfinite == "apply",
             floor=self._model.loss_scale_floor,
             losses=(
-                functools.partial(self._losses, elements, trained.is_sum)
+                functools.partial(self._loss, elements, index)
                 if needs_losses(trained.optimizer)
                 else None
             ),
@@ -827,16 +825,18 @@ class Window:
             wire_dtype=self._model.wire_dtype,
         )
 
-    def _losses(self, elements: Any, is_sum: bool) -> tf.Tensor:
-        """The loss of these micro-batches; nothing is changed by it."""
-        found = self._loss_step(elements)
+    def _loss(self, elements: Any, index: int) -> tf.Tensor:
+        """One optimizer's loss of these; nothing is changed by it."""
+        found = self._loss_step(elements)[index]
         total, weight = (
             self._local(value)
             for value in self._strategy.run(
                 reduction.all_reduce_sum, args=(found,)
             )
         )
-        return total if is_sum else tf.math.divide_no_nan(total, weight)
+        if self.trained[index].is_sum:
+            return total
+        return tf.math.divide_no_nan(total, weight)
 
     def _group_scale(self, trained: Trained) -> GroupLossScale | None:
         """The scales by group of layers, where the optimizer has them."""

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfaccum
 from tests import toy
@@ -61,14 +62,15 @@ def mse(w, x, y):
 class States(keras.callbacks.Callback):
     """Weights and step sizes after each update."""
 
-    def __init__(self):
+    def __init__(self, optimizer=None):
         super().__init__()
         self.weights, self.sizes = [], []
+        self.optimizer = optimizer
 
     def on_train_batch_end(self, batch, logs=None):
         model = self.model
         self.weights.append(flat(model, model.trainable_variables))
-        optimizer = model.optimizer
+        optimizer = self.optimizer or model.optimizer
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         if hasattr(optimizer, "step_size"):
             self.sizes.append(toy.value_of(model, optimizer.step_size).item())
@@ -225,6 +227,63 @@ def test_trials_leave_no_trace(replicas, steps, policy):
         )
     for name, values in sgd_logs.items():
         np.testing.assert_allclose(logs[name], values, rtol=tolerance)
+
+
+class Two(tfaccum.Model):
+    """Two layers that know nothing of each other, each with an optimizer."""
+
+    def __init__(self, has_first):
+        super().__init__()
+        self.first = LAYERS.Dense(1, use_bias=False, name="first")
+        self.second = LAYERS.Dense(1, use_bias=False, name="second")
+        self.has_first = has_first
+
+    def build(self, shape):
+        for layer in (self.first, self.second):
+            layer.build(shape)
+        self.second.kernel.assign([[0.5], [-1.0], [2.0]])
+        self.built = True
+
+    def train_step(self, x):
+        pairs = [(self.second, self.search)]
+        if self.has_first:
+            pairs.insert(0, (self.first, self.optimizer))
+        for layer, optimizer in pairs:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(layer(x)[:, 0] - x[:, 0])) / 4
+            self.accumulate(
+                tape,
+                loss,
+                weight=tf.shape(x)[0],
+                optimizer=optimizer,
+                variables=layer.trainable_variables,
+            )
+        return {}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_second_optimizer_looks_at_its_own_loss(replicas):
+    """As if the first one, and its loss, were not there."""
+    found = []
+    for has_first in (False, True):
+        with toy.strategy_of(replicas).scope():
+            model = Two(has_first)
+            model.build((None, 3))
+            path = model.second.kernel.path
+            model.search = boost.DimReduce(
+                basis_of(np.eye(3), {path: (3, 1)}), alpha=0.0
+            )
+            model.compile("sgd")
+        states = States(model.search)
+        model.fit(
+            np.float32(X), batch_size=9, shuffle=False, verbose=0,
+            callbacks=[states],
+        )  # fmt: skip
+        found.append(
+            (toy.value_of(model, model.second.kernel).tolist(), states.sizes)
+        )
+    assert found[0] == found[1]
+    assert max(states.sizes) > 0
 
 
 def test_an_update_that_is_skipped_changes_nothing():
