@@ -1,3 +1,5 @@
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -119,6 +121,51 @@ def test_floor():
         scale.scales.numpy(), [2 ** (1 / 1000), 0.9], rtol=1e-6
     )
     assert group_loss_scale.SHRINK == pytest.approx(0.70710678)
+
+
+def test_the_most():
+    """No scale, and no ratio of two, becomes infinite."""
+    scale = tfaccum.GroupLossScale(GROUPS, initial=[2.0**100, 1.0])
+    for _ in range(2):
+        scale.move(tf.constant([True, False]))
+    np.testing.assert_allclose(scale.scales.numpy(), [2.0**100, 0.5], rtol=1e-6)
+    scale.move(tf.constant([False, True]))
+    assert scale.scales.numpy()[0] == pytest.approx(2.0**99.5)
+
+
+def test_a_frozen_group_answers_for_what_overflows_in_it():
+    """Group 2 trains nothing; what it makes infinite shows in group 1."""
+    scale = tfaccum.GroupLossScale([["a"], ["b"], ["c"]], [1.0, 2.0**40, 1.0])
+    variables = [types.SimpleNamespace(path=f"{n}/kernel") for n in "xac"]
+    good, bad = tf.constant([1.0]), tf.constant([np.inf])
+    for gradients, verdicts in (
+        ([good, good, good], [True, True, True]),
+        ([good, bad, good], [False, False, True]),
+        ([good, good, bad], [True, True, False]),
+    ):
+        found = scale.verdicts(gradients, variables)
+        assert found.numpy().tolist() == verdicts
+    # What is before the first group has a verdict for those without one.
+    found = scale.verdicts([bad, good], [variables[0], variables[2]])
+    assert found.numpy().tolist() == [False, False, True]
+
+
+def test_a_frozen_group_in_a_model():
+    x, y = data()
+    scale = tfaccum.GroupLossScale([["a"], ["b"], ["c"]], [4.0, 2.0**24, 2.0])
+    inputs = keras.Input((4,))
+    h = keras.layers.Dense(5, name="a", dtype="mixed_float16")(inputs)
+    h = scale(h, leaves=1, enters=2)
+    h = keras.layers.Dense(4, name="b", dtype="mixed_float16", trainable=False)(
+        h
+    )
+    h = scale(h, leaves=2, enters=3)
+    h = keras.layers.Dense(1, name="c")(h)
+    model = tfaccum.Model(inputs, scale(h, leaves=3, enters=4))
+    model.compile("sgd", "mse", loss_scale=scale, max_consecutive_skips=50)
+    model.fit(x, y, batch_size=16, epochs=40, verbose=0)
+    assert model.num_updates > 0
+    assert scale.scales.numpy()[1] < 2.0**24
 
 
 def test_saved_and_loaded_with_its_scales(tmp_path):

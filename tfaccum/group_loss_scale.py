@@ -19,6 +19,8 @@ from tfaccum.reduction import Gradient
 
 SHRINK = 2.0**-0.5
 GROWTH = 2.0 ** (1 / 1000)
+# Infinity would never shrink again, nor must the ratio of two be infinite.
+LARGEST = 2.0**100
 
 
 @keras.saving.register_keras_serializable("tfaccum")
@@ -137,13 +139,21 @@ class GroupLossScale(keras.layers.Layer):
     def verdicts(
         self, gradients: Sequence[Gradient], variables: Sequence[Any]
     ) -> tf.Tensor:
-        """Which groups have only finite gradients, bool [groups]."""
+        """Which groups have only finite gradients, bool [groups].
+
+        What a group without variables has made infinite reaches the nearest
+        one before it, whose verdict is its own too.
+        """
         finite = reduction.each_finite(gradients)
-        groups = tf.constant([self._group_of(v) for v in variables])
+        groups = [self._group_of(v) for v in variables]
+        nearest = [
+            max((g for g in groups if g <= number), default=number)
+            for number in range(1, len(self.groups) + 1)
+        ]
         return tf.stack(
             [
-                tf.reduce_all(finite | (groups != number))
-                for number in range(1, len(self.groups) + 1)
+                tf.reduce_all(finite | (tf.constant(groups) != number))
+                for number in nearest
             ]
         )
 
@@ -155,7 +165,7 @@ class GroupLossScale(keras.layers.Layer):
         """
         scales = tf.convert_to_tensor(self.scales)
         moved = scales * tf.where(finite, GROWTH, SHRINK)
-        self.scales.assign(tf.maximum(moved, self.floor))
+        self.scales.assign(tf.clip_by_value(moved, self.floor, LARGEST))
 
     def get_config(self) -> dict[str, Any]:
         """As in Keras."""
