@@ -186,13 +186,21 @@ def test_every_key_has_a_type(section, name):
         ({"grad_freeze": {"param_groups": 0}}, ["grad_freeze"], "groups=0"),
         ({"grad_freeze": {"freeze_type": 3}}, ["grad_freeze"], "_type=3"),
         ({"grad_freeze": {"total_steps": 0}}, ["grad_freeze"], "updates=0"),
-        ({"grad_accumulation": {"grad_accumulation_step": 0}}, [], "step=0"),
+        (
+            {"grad_accumulation": {"grad_accumulation_step": 0}},
+            ["grad_accumulation"],
+            "step=0",
+        ),
         ({"dim_reduce": {}}, ["dim_reduce"], "pca_mat_path=None, weight_load"),
+        ({"dim_reduce": {"rho": 2.0}}, ["dim_reduce"], "`rho` must.*rho=2.0"),
+        ({"dim_reduce": {"alpha": -1.0}}, ["dim_reduce"], "alpha=-1.0"),
+        ({"dim_reduce": {"n_components": 0}}, ["dim_reduce"], "nents=0"),
     ],
 )
 def test_values_out_of_range(sections, names, match):
     with pytest.raises(ValueError, match=match):
         only(*names, **sections)
+    assert boost.AutoBoost("O0", sections).enabled == ()  # Off: no matter.
 
 
 # --- Precedence ------------------------------------------------------------
@@ -268,6 +276,10 @@ def test_describe():
     assert "on: grad_accumulation (grad_accumulation_step=1): an upd" in text
     assert "pca_mat_path=basis.npz" in text and "timeout" not in text
     assert boost.AutoBoost().describe().endswith(f": {', '.join(ALGORITHMS)}")
+    section = {"pca_mat_path": "basis.npz", "n_components": 4}
+    text = only("dim_reduce", dim_reduce=section).describe()
+    assert "\nnot needed here: dim_reduce.n_components=4: the file of" in text
+    assert "alpha=0.001, sigma=0.4, pca_mat_path=basis.npz)" in text
 
 
 # --- What it does ----------------------------------------------------------

@@ -16,7 +16,7 @@ from tfaccum import strategy as strategies
 from tfaccum.adasum import AdaSum
 from tfaccum.batching import check_count
 from tfaccum.boost.config import ALGORITHMS, SECTIONS, check_config
-from tfaccum.boost.dim_reduce import DimReduce
+from tfaccum.boost.dim_reduce import DimReduce, check_numbers
 from tfaccum.boost.gradient_centralization import centralized, kernels
 from tfaccum.boost.gradient_freeze import GradientFreeze
 from tfaccum.boost.less_bn import with_less_bn
@@ -24,6 +24,7 @@ from tfaccum.boost.trajectory import principal_basis
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.model import Model
 
+_DIM_REDUCE_NUMBERS = ("rho", "gamma", "alpha", "sigma")
 LEVELS = {
     "O0": (),
     "O1": ("less_bn", "grad_freeze"),
@@ -155,14 +156,19 @@ class AutoBoost:
 
     def _check(self) -> None:
         """Looks at the ranges of what is on."""
-        check_count("grad_accumulation_step", self._steps)
+        if "grad_accumulation" in self.enabled:
+            check_count("grad_accumulation_step", self._steps)
         if "grad_freeze" in self.enabled:
             self._freeze()
-        dim_reduce = self.settings["dim_reduce"]
-        paths = [
-            dim_reduce[name] for name in ("pca_mat_path", "weight_load_dir")
-        ]
-        if "dim_reduce" in self.enabled and not any(paths):
+        if "dim_reduce" in self.enabled:
+            self._check_dim_reduce()
+
+    def _check_dim_reduce(self) -> None:
+        settings = self.settings["dim_reduce"]
+        check_numbers(**{name: settings[name] for name in _DIM_REDUCE_NUMBERS})
+        check_count("n_components", settings["n_components"])
+        paths = [settings[name] for name in ("pca_mat_path", "weight_load_dir")]
+        if not any(paths):
             raise ValueError(
                 "`config` must say where dim_reduce has its basis from. "
                 f"Received: pca_mat_path={paths[0]!r}, weight_load_dir="
@@ -197,7 +203,7 @@ class AutoBoost:
         settings = ", ".join(
             f"{key}={value}"
             for key, value in self.settings.get(name, {}).items()
-            if not SECTIONS[name][key].not_needed
+            if not self._not_needed(name, key)
         )
         text = f"{name} ({settings})" if settings else name
         if name == "grad_accumulation" and self._steps == 1:
@@ -210,14 +216,20 @@ class AutoBoost:
         for section, keys in self._given.items():
             for name, value in keys.items():
                 text = f"{section}.{name}={value}"
-                why = SECTIONS[section][name].not_needed
-                if why:
+                if why := self._not_needed(section, name):
                     lines.append(f"not needed here: {text}: {why}")
                 elif section in ALGORITHMS and section not in self.enabled:
                     lines.append(f"ignored: {text}: {section} is off")
                 elif name in ALGORITHMS and self.mode != "manual":
                     lines.append(f"ignored: {text}: the mode is {self.mode}")
         return lines
+
+    def _not_needed(self, section: str, name: str) -> str | None:
+        """Why a key changes nothing where its section is on; or nothing."""
+        has_basis = self.settings["dim_reduce"]["pca_mat_path"]
+        if has_basis and name in ("n_components", "weight_load_dir"):
+            return "the file of pca_mat_path has the directions"
+        return SECTIONS[section][name].not_needed
 
     # --- What it does ------------------------------------------------------
 
@@ -295,8 +307,9 @@ class AutoBoost:
             basis = principal_basis(
                 settings["weight_load_dir"], settings["n_components"]
             )
-        names = ("rho", "gamma", "alpha", "sigma")
-        return DimReduce(basis, **{name: settings[name] for name in names})
+        return DimReduce(
+            basis, **{name: settings[name] for name in _DIM_REDUCE_NUMBERS}
+        )
 
     def _freeze(self, model: Model | None = None) -> GradientFreeze | None:
         if "grad_freeze" not in self.enabled:

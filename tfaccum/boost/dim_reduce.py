@@ -98,13 +98,9 @@ class DimReduce(keras.optimizers.Optimizer):
         sharded: bool = False,
         name: str = "dim_reduce",
     ):
-        _check("rho", rho, 0 < rho < 1, "be in (0, 1)")
-        _check("gamma", gamma, 0 <= gamma < 1, "be in [0, 1)")
-        _check("sigma", sigma, 0 < sigma < 1, "be in (0, 1)")
+        check_numbers(rho, gamma, alpha, sigma)
         if isinstance(alpha, numbers.Real):
             alpha = float(alpha)
-            is_usable = 0 <= alpha < math.inf
-            _check("alpha", alpha, is_usable, "be finite and at least 0")
         check_count("trials", trials)
         rule = f"be one of {', '.join(map(repr, FALLBACKS))}"
         _check("fallback", fallback, fallback in FALLBACKS, rule)
@@ -326,6 +322,20 @@ class DimReduce(keras.optimizers.Optimizer):
                 f"{made.basis_digest}, before {digest}."
             )
         return made
+
+
+def check_numbers(rho: float, gamma: float, alpha: Any, sigma: float) -> None:
+    """Refuses what is out of its range.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    _check("rho", rho, 0 < rho < 1, "be in (0, 1)")
+    _check("gamma", gamma, 0 <= gamma < 1, "be in [0, 1)")
+    _check("sigma", sigma, 0 < sigma < 1, "be in (0, 1)")
+    if isinstance(alpha, numbers.Real):  # Otherwise a schedule.
+        is_usable = 0 <= float(alpha) < math.inf
+        _check("alpha", alpha, is_usable, "be finite and at least 0")
 
 
 def _bfgs(hessian: tf.Tensor, s: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
