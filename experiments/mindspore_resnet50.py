@@ -133,7 +133,7 @@ def main():
         "data": asked.data,
         "size": asked.size,
         "replicas": strategy.num_replicas_in_sync,
-        "updates": int(model.optimizer.iterations),
+        "updates": model.num_updates,
         "loss": [round(loss, 4) for loss in history["loss"]],
         "accuracy": [round(value, 4) for value in history["accuracy"]],
         "seconds": round(time.perf_counter() - since),
