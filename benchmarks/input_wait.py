@@ -13,13 +13,12 @@ each experiment and number of replicas.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import keras
 import tensorflow as tf
@@ -27,7 +26,6 @@ import tensorflow as tf
 import benchmarks
 import tfaccum
 
-FOLDER = Path(__file__).parents[1] / "experiments"
 # With the number of epochs.
 EXPERIMENTS = {"digits_cnn": 9, "mnist_lenet": 3}
 REPLICAS = (1, 2)
@@ -68,15 +66,6 @@ def shares(epochs):
     return first / total, others / total
 
 
-def loaded(name):
-    """The module of an experiment."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # AutoGraph looks for it there.
-    spec.loader.exec_module(module)
-    return module
-
-
 def trained(experiment, strategy, data, epochs):
     """The waits of all epochs but the first."""
     defaults = experiment.DEFAULTS
@@ -97,7 +86,7 @@ def trained(experiment, strategy, data, epochs):
 
 def measure(name, replicas, epochs, data_dir=None):
     """One experiment on so many replicas."""
-    experiment = loaded(name)
+    experiment = importlib.import_module(f"experiments.{name}")
     strategy = tfaccum.make_strategy([f"CPU:{i}" for i in range(replicas)])
     batch = experiment.DEFAULTS["global_batch"]
     train, _ = experiment.data(batch_size=batch, seed=1, data_dir=data_dir)
