@@ -289,7 +289,8 @@ class Functions:
                 if not self.run_eagerly:
                     call = traces.get_concrete_function(*arguments)
                 traced.append((spec, call))
-            return _read(window, call(*arguments))
+            with window.forgotten_on_error():
+                return _read(window, call(*arguments))
 
         return function
 
@@ -311,14 +312,17 @@ class Functions:
                 window.check_search()
                 prepared.append(source.element_spec)
             stop = tf.constant(stops)
-            begun = search.begin(
-                window,
-                lambda iterator: begin(iterator, tf.constant(batches), stop),
-                source,
-                batches,
-            )
-            logs, row, *others = finish(begun, stop)
-            return _read(window, (logs, row[tf.newaxis], *others))
+            with window.forgotten_on_error():
+                begun = search.begin(
+                    window,
+                    lambda iterator: begin(
+                        iterator, tf.constant(batches), stop
+                    ),
+                    source,
+                    batches,
+                )
+                logs, row, *others = finish(begun, stop)
+                return _read(window, (logs, row[tf.newaxis], *others))
 
         return function
 

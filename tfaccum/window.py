@@ -5,10 +5,11 @@ context, so that loops and conditions enclose `strategy.run` and never the
 other way round; a micro-step communicates nothing.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -387,6 +388,22 @@ class Window:
 
     # --- Taken back --------------------------------------------------------
 
+    @contextlib.contextmanager
+    def forgotten_on_error(self) -> Iterator[None]:
+        """Sets the sums to zero if the body fails in the middle of a window.
+
+        The next window must not add to what this one has left.
+        """
+        try:
+            yield
+        except BaseException:
+            self._reset_sums()
+            raise
+
+    def _reset_sums(self) -> None:
+        if self.sums:
+            self._strategy.run(self.sums.reset)
+
     def remember(self) -> list[tuple[tf.Variable, tf.Tensor]]:
         """What `begin` changes beside the sums, on this worker's replicas."""
         counters = filter(is_counter, self._model.non_trainable_variables)
@@ -407,8 +424,7 @@ class Window:
         """Takes `begin` back; `before` is what `remember` has returned."""
         for copy, value in before:
             copy.assign(value)
-        if self.sums:
-            self._strategy.run(self.sums.reset)
+        self._reset_sums()
 
     # --- In replica context ------------------------------------------------
 
