@@ -6,10 +6,12 @@ Expected parts are written out, or cut by numpy.
 import gc
 import weakref
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfaccum
 from tests import toy
 from tfaccum import micro_batches
 from tfaccum.micro_batches import NO_MORE_DATA
@@ -170,3 +172,91 @@ def test_a_stream_keeps_the_dataset_that_it_is_made_of():
     gc.collect()
     assert found() is not None  # As of any iterator.
     assert next(iterator)[1].numpy().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("size", [None, 2])
+def test_sparse_rows_are_cut_as_dense_ones_are(replicas, size):
+    rows = np.arange(28.0).reshape(7, 4) % 5 - 2
+    batch = tf.sparse.from_dense(rows)
+    strategy = toy.strategy_of(replicas)
+    for found in both_ways(batch, strategy, size):
+        parts = [part for part, _ in by_numpy(7, replicas, size)]
+        for (count, *_, data), part in zip(found, parts, strict=True):
+            dense = tf.sparse.to_dense(tf.sparse.reorder(data))
+            np.testing.assert_array_equal(dense, rows[part])
+            assert int(count) == len(part)
+
+
+HOWS = [{}, {"micro_batch_size": 2}, {"micro_batch_size": "auto"}]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", HOWS)
+def test_sparse_batches_train(replicas, how):
+    rng = np.random.default_rng(3)
+    x = np.float32(rng.normal(size=(9, 3)) * rng.integers(0, 2, (9, 3)))
+    y = np.float32(rng.normal(size=(9, 1)))
+    with toy.strategy_of(replicas).scope():
+        inputs = keras.Input((3,), sparse=True)
+        layer = keras.layers.Dense(
+            1, use_bias=False, kernel_initializer="zeros"
+        )
+        model = tfaccum.Model(inputs, layer(inputs))
+        model.compile(keras.optimizers.SGD(0.5), "mse", **how)
+    rows = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y))
+    model.fit(rows.batch(5), verbose=0)
+    w = np.zeros((3, 1))
+    for part in (slice(5), slice(5, 9)):
+        errors = x[part] @ w - y[part]
+        w -= 0.5 * 2 * x[part].T @ errors / len(errors)
+    np.testing.assert_allclose(toy.value_of(model, layer.kernel), w, 1e-5)
+    errors = x @ w - y
+    loss = model.test_on_batch(tf.sparse.from_dense(x), y)
+    assert float(loss) == pytest.approx(np.mean(errors**2), rel=1e-5)
+    model.train_on_batch(tf.sparse.from_dense(x), y)
+    w -= 0.5 * 2 * x.T @ errors / 9
+    np.testing.assert_allclose(toy.value_of(model, layer.kernel), w, 1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_component_that_is_none_is_absent(replicas, how):
+    model = toy.toy(replicas, **how)
+    data = toy.batches([1, 2, 3, 6], is_size_known=False)
+    toy.fit(model, data.map(lambda x, y: (x, y, None)))
+    assert toy.weight_of(model) == -3
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("how", HOWS)
+def test_ragged_rows_of_any_width_train(replicas, how):
+    """[rows, None, None]; a row's x is the mean over its parts and columns."""
+
+    class Means(tfaccum.Model):
+        def __init__(self):
+            super().__init__()
+            self.w = self.add_weight(shape=(), initializer="zeros")
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                x = tf.reduce_mean(tf.reduce_mean(data, 1), -1)
+                loss = self.w * tf.reduce_mean(x)
+            self.accumulate(tape, loss, weight=data.nrows())
+            return {}
+
+    def rows(*lists):
+        return tf.ragged.constant(
+            [np.float32(x).reshape(-1, 2) for x in lists], ragged_rank=1
+        )
+
+    spec = tf.RaggedTensorSpec([None, None, None], tf.float32, ragged_rank=1)
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([rows([1, 1], [1, 3], [1, 2, 3, 6])]),
+        output_signature=spec,
+    )
+    with toy.strategy_of(replicas).scope():
+        model = Means()
+        model.compile(keras.optimizers.SGD(1.0), **how)
+    model.fit(data, verbose=0)
+    assert toy.value_of(model, model.w) == pytest.approx(-(1 + 2 + 3) / 3)

@@ -362,7 +362,7 @@ class Functions:
     ) -> Source:
         """The source whose one batch is this one."""
         batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        batch = keras.tree.map_structure(tf.convert_to_tensor, batch)
+        batch = keras.tree.map_structure(_as_tensor, batch)
         return self._make_source(OneBatch(batch), holds=holds)
 
     def _warn_once(self, message: str) -> None:
@@ -431,6 +431,11 @@ class Functions:
                 agreement.check_shares(
                     self.distribute_strategy, source.first_batches()
                 )
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A tensor of what Keras takes; sparse and ragged ones stay as they are."""
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
 def _read(window: Window, found: tuple) -> tuple:

@@ -212,6 +212,15 @@ def _always(element: Any) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(element).repeat()
 
 
+def is_absent(spec: Any) -> bool:
+    """Whether a component of a batch stands for None.
+
+    An empty Optional as Keras' adapters make it, or None itself in a dataset.
+    """
+    none = tf.type_spec_from_value(None)
+    return isinstance(spec, tf.OptionalSpec) or spec == none
+
+
 def without_optionals(data: Any) -> Any:
     """Absent components of a batch as None. Source: Keras' trainer."""
     return keras.tree.map_structure(
@@ -226,7 +235,7 @@ def batch_spec(dataset: tf.data.Dataset) -> Any:
     """The spec of one batch with unknown number of rows; None where absent."""
 
     def open_rows(spec: Any) -> Any:
-        if isinstance(spec, tf.OptionalSpec):
+        if is_absent(spec):
             return None
         if isinstance(spec, tf.TensorSpec) and spec.shape.rank:
             return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
@@ -288,12 +297,11 @@ def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, tf.SparseTensor):
-            begin = tf.concat(
-                [[start], tf.zeros([leaf.shape.rank - 1], tf.int32)], 0
+            first, number = (
+                tf.cast([n], tf.int64) for n in (start, end - start)
             )
-            size = tf.concat(
-                [[end - start], tf.cast(leaf.dense_shape[1:], tf.int32)], 0
-            )
+            begin = tf.pad(first, [[0, leaf.shape.rank - 1]])
+            size = tf.concat([number, leaf.dense_shape[1:]], 0)
             return tf.sparse.slice(leaf, begin, size)
         if isinstance(leaf, tf.Tensor | tf.RaggedTensor):
             return tf.nest.map_structure(
@@ -378,9 +386,8 @@ def nothing(element_spec: Any) -> Any:
             ]
             return tf.zeros(shape, spec.dtype)
         if isinstance(spec, tf.RaggedTensorSpec):
-            empty = tf.zeros(
-                [0, *spec.shape[spec.ragged_rank + 1 :]], spec.dtype
-            )
+            inner = [size or 0 for size in spec.shape[spec.ragged_rank + 1 :]]
+            empty = tf.zeros([0, *inner], spec.dtype)
             for _ in range(spec.ragged_rank):
                 empty = tf.RaggedTensor.from_row_splits(
                     empty, tf.zeros([1], spec.row_splits_dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfaccum import keras_private
+from tfaccum.micro_batches import is_absent
 
 
 class Replay:
@@ -60,7 +61,7 @@ class Replay:
             leaves = [
                 next(found)
                 if _is_present(spec)
-                else keras_private.empty_optional(spec)
+                else _absent(spec)
                 for spec in _leaves(self._spec)
             ]
             return tf.nest.pack_sequence_as(self._spec, leaves)
@@ -102,4 +103,9 @@ def _leaves(nest: Any) -> list[Any]:
 
 
 def _is_present(spec: Any) -> bool:
-    return not isinstance(spec, tf.OptionalSpec)
+    return not is_absent(spec)
+
+
+def _absent(spec: Any) -> Any:
+    is_optional = isinstance(spec, tf.OptionalSpec)
+    return keras_private.empty_optional(spec) if is_optional else None
