@@ -28,6 +28,7 @@ CHECKS = (
     "shuffle_with_a_seed",
     "networks",
     "evaluate_and_predict",
+    "predict_uneven_shares",
     "in_step",
     "batch_norm",
     "collectives",
@@ -229,6 +230,12 @@ def test_evaluate_and_predict_are_those_of_one_device(both):
     first, inputs = found["several"]
     np.testing.assert_allclose(first, rows, rtol=1e-5)
     np.testing.assert_array_equal(np.float32(inputs), x)
+
+
+def test_predict_takes_all_rows_of_uneven_shares(both):
+    rows, refusal = both("predict_uneven_shares")
+    assert rows == [1, 2, 10, 3, 4, 5]
+    assert "on each worker. Received: 3, 0 batches" in refusal
 
 
 def test_train_on_batch_takes_each_workers_share(both):

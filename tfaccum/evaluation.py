@@ -1,5 +1,6 @@
 """`evaluate` and `predict` over all replicas and workers."""
 
+import json
 from typing import Any
 
 import keras
@@ -9,7 +10,6 @@ from tfaccum import agreement, keras_private
 from tfaccum import strategy as strategies
 from tfaccum.feeding import Source
 from tfaccum.functions import Functions, in_step
-from tfaccum.micro_batches import NO_MORE_DATA
 
 
 class Evaluation(Functions):
@@ -68,6 +68,8 @@ class Evaluation(Functions):
             stops = self.stop_evaluating
             if stops and not self._has_other_workers:
                 break
+        if not more:
+            self._say_if_short(source, done, "steps")
         source.end_epoch(done, exhausted=not more)
         callbacks.on_test_end(logs)
         return dict(logs)
@@ -108,43 +110,42 @@ class Evaluation(Functions):
         self.make_predict_function()
         self.stop_predicting = False
         callbacks.on_predict_begin()
-        iterator = source.begin_epoch(0)
-        total, done = source.num_batches, 0
-        outputs = []
-        while total is None or done < total:
-            callbacks.on_predict_batch_begin(done)
-            batch = self._predict_batch(iterator)
+        source.begin_epoch(0)
+        total = source.num_batches
+        outputs: list[Any] = []
+        while total is None or len(outputs) < total:
+            callbacks.on_predict_batch_begin(len(outputs))
+            batch = self._predict_batch(source)
             if batch is None:
+                self._say_if_short(source, len(outputs), "steps")
                 break
             outputs.append(batch)
-            callbacks.on_predict_batch_end(done, {"outputs": batch})
-            done += 1
+            callbacks.on_predict_batch_end(len(outputs) - 1, {"outputs": batch})
             if self.stop_predicting:
                 break
+        source.end_epoch(len(outputs), exhausted=False)
         callbacks.on_predict_end()
-        if not outputs:
-            raise ValueError(
-                "`x` must yield at least one batch. Received: no data."
-            )
         return self._all_rows(outputs)
 
     @in_step
     def predict_on_batch(self, x: Any) -> Any:
         """Outputs for one batch; as in Keras."""
         self.make_predict_function()
-        batch = self._predict_batch(self._batch_source(x).begin_epoch(0))
-        return self._all_rows([batch])
+        self.stop_predicting = False
+        source = self._batch_source(x)
+        source.begin_epoch(0)
+        return self._all_rows([self._predict_batch(source)])
 
-    def _predict_batch(self, iterator: Any) -> Any:
+    def _predict_batch(self, source: Source) -> Any:
         """This worker's outputs for one dataset batch; None without data."""
         strategy = self.distribute_strategy
         parts: list[tuple] = []
         last = False
         while not last:
-            rows, lasts, outputs = self.predict_function(iterator)
-            if int(rows) == NO_MORE_DATA:
+            found = self.predict_function(source)
+            if found is None:
                 return None
-            last = bool(lasts)
+            last, outputs = found
             flat = [
                 strategy.experimental_local_results(output)
                 for output in keras.tree.flatten(outputs)
@@ -157,9 +158,20 @@ class Evaluation(Functions):
     def _all_rows(self, batches: list[Any]) -> Any:
         """Outputs of all batches over all workers, as numpy, in order."""
         strategy = self.distribute_strategy
-        if self._has_other_workers:  # A callback may have stopped one early.
-            counts = agreement.exchange(strategy, str(len(batches)))
-            batches = batches[: min(map(int, counts))]
+        mine = json.dumps([len(batches), bool(self.stop_predicting)])
+        told = map(json.loads, agreement.exchange(strategy, mine))
+        counts, stopped = zip(*told, strict=True)
+        if not min(counts):
+            raise ValueError(
+                "`x` must yield at least one batch on each worker. Received: "
+                f"{', '.join(map(str, counts))} batches, by worker."
+            )
+        # A worker may have less data than others, or a callback that stops.
+        number = min(counts) if any(stopped) else max(counts)
+        batches = batches[:number]
+        if number > len(batches):
+            none = keras.tree.map_structure(lambda rows: rows[:0], batches[0])
+            batches += [none] * (number - len(batches))
         flat = [keras.tree.flatten(batch) for batch in batches]
         columns = [list(column) for column in zip(*flat, strict=True)]
         if self._has_other_workers:

@@ -217,6 +217,12 @@ class Source:
         return self._steps or self._available
 
     @property
+    def promised_batches(self) -> int | None:
+        """As `num_batches`, where `steps` or the data say so beforehand."""
+        is_finite = self._size is not None and self._size < math.inf
+        return self._steps or (self._size if is_finite else None)
+
+    @property
     def batch_size(self) -> int | None:
         """Rows of the first dataset batch over all workers; None without data.
 

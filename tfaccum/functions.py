@@ -14,7 +14,7 @@ from tfaccum.adasum import AdaSum
 from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import OneBatch, Source
-from tfaccum.micro_batches import next_elements
+from tfaccum.micro_batches import NO_MORE_DATA, next_elements, once_per_spec
 from tfaccum.schedule import AccumulationSchedule
 from tfaccum.sparse import TableSum
 from tfaccum.window import Freeze, Update, Window
@@ -176,7 +176,10 @@ class Functions:
             )
             if self.counts_exponents:
                 self.last_exponents = Exponents(window.paths, counts)
-            self.last_updates = tuple(window.read(row) for row in rows)
+            updates = [window.read(row) for row in rows]
+            while updates and not more and not updates[-1].examples:
+                updates.pop()  # Behind the end of the data.
+            self.last_updates = tuple(updates)
             return logs, more, stopped
 
         self.train_function = train_function
@@ -269,26 +272,26 @@ class Functions:
         if not self.run_eagerly:
             traces = tf.function(execute, autograph=False)
 
-        # Looked up by the spec of the data alone. A dict in it has no hash.
-        traced: list[tuple[Any, Callable[..., Any]]] = []
+        @once_per_spec
+        def call_for(spec: Any) -> Callable[..., Any]:
+            window.prepare(spec)
+            if self.run_eagerly:
+                return traces
+            scalars = (tf.TensorSpec([], t) for t in ("int32", "int32", "bool"))
+            return traces.get_concrete_function(
+                tf.data.IteratorSpec(spec), *scalars
+            )
 
         def function(
             source: Source, batches: int, steps: int, stops: bool
         ) -> tuple:
-            spec = source.element_spec
+            call = call_for(source.element_spec)
             arguments = (
                 source.iterator,
                 tf.constant(batches),
                 tf.constant(steps),
                 tf.constant(stops),
             )
-            call = next((call for of, call in traced if of == spec), None)
-            if call is None:
-                window.prepare(spec)
-                call = traces
-                if not self.run_eagerly:
-                    call = traces.get_concrete_function(*arguments)
-                traced.append((spec, call))
             with window.forgotten_on_error():
                 return _read(window, call(*arguments))
 
@@ -302,15 +305,16 @@ class Functions:
         if not self.run_eagerly:
             begin = tf.function(begin, autograph=False)
             finish = tf.function(finish, autograph=False)
-        prepared: list[Any] = []
+
+        @once_per_spec
+        def prepare(spec: Any) -> None:
+            window.prepare(spec)
+            window.check_search()
 
         def function(
             source: Source, batches: int, steps: int, stops: bool
         ) -> tuple:
-            if source.element_spec not in prepared:
-                window.prepare(source.element_spec)
-                window.check_search()
-                prepared.append(source.element_spec)
+            prepare(source.element_spec)
             stop = tf.constant(stops)
             with window.forgotten_on_error():
                 begun = search.begin(
@@ -327,20 +331,42 @@ class Functions:
         return function
 
     def make_predict_function(self, force: bool = False) -> None:
-        """Makes `predict_function(iterator) -> (rows, last, outputs)`."""
+        """Makes `predict_function(source) -> (last, outputs)`.
+
+        One micro-step; it gives None where there are no more data, of which
+        the model sees nothing.
+        """
         if self.predict_function is not None and not force:
             return
 
         strategy = self.distribute_strategy
 
-        def predict_function(iterator: Any) -> tuple:
-            rows, last, _, data = next_elements(iterator, strategy)
-            batch = keras_private.per_replica(data)
-            outputs = strategy.run(self.predict_step, args=(batch,))
-            return rows[0], last[0], outputs
+        def draw(iterator: Any) -> tuple:
+            return next_elements(iterator, strategy)
 
+        def outputs(data: list) -> Any:
+            batch = keras_private.per_replica(data)
+            return strategy.run(self.predict_step, args=(batch,))
+
+        traced: Any = outputs
         if not self.run_eagerly:
-            predict_function = tf.function(predict_function, autograph=False)
+            draw = tf.function(draw, autograph=False)
+            traced = tf.function(outputs, autograph=False)
+
+        @once_per_spec
+        def call_for(spec: Any) -> Callable[..., Any]:
+            if self.run_eagerly:
+                return outputs
+            replicas = strategies.num_local_replicas(strategy)
+            return traced.get_concrete_function([spec] * replicas)
+
+        def predict_function(source: Source) -> tuple[bool, Any] | None:
+            rows, last, _, data = draw(source.iterator)
+            if int(rows[0]) == NO_MORE_DATA:
+                return None
+            _, spec = source.element_spec
+            return bool(last[0]), call_for(spec)(list(data))
+
         self.predict_function = predict_function
 
     # --- What `fit`, `evaluate` and `predict` share ------------------------
@@ -369,6 +395,16 @@ class Functions:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=3)
+
+    def _say_if_short(self, source: Source, done: int, argument: str) -> None:
+        """Says that data have ended before they should have."""
+        total = source.promised_batches
+        if total is not None and done < total:
+            warnings.warn(
+                f"The data ended after {done} of {total} batches. Use "
+                f"`.repeat()`, or a smaller `{argument}`.",
+                stacklevel=4,
+            )
 
     def _build(self, spec: Any) -> None:
         """Creates all variables before anything is traced."""

@@ -9,7 +9,6 @@ dataset batch: with K = 8 the progress bar moves by 8.
 import contextlib
 import json
 import math
-import warnings
 from typing import Any
 
 import keras
@@ -290,13 +289,15 @@ class HostLoop(Evaluation):
             if total is not None:
                 batches = min(batches, total - done)
             callbacks.on_train_batch_begin(done)
+            before = self.last_updates
             results, more, stopped = self.train_function(
                 source, batches, steps, stops
             )
             if stopped:
                 self.stop_training = True
                 break
-            if not more and not any(u.examples for u in self.last_updates):
+            if not more and not self.last_updates:
+                self.last_updates = before
                 break
             self._check_updates()
             logs = run.logs = results
@@ -307,12 +308,8 @@ class HostLoop(Evaluation):
             if stops and not self._has_other_workers:
                 break
         ended = not more and not run.is_stopped
-        if ended and total is not None and done < total:
-            warnings.warn(
-                f"The data ended after {done} of {total} batches. Use "
-                "`.repeat()`, or a smaller `steps_per_epoch`.",
-                stacklevel=3,
-            )
+        if ended:
+            self._say_if_short(source, done, "steps_per_epoch")
         source.end_epoch(done, exhausted=ended)
         return dict(logs)
 

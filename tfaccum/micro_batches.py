@@ -100,25 +100,36 @@ def _made(
     arguments: tuple = (),
 ) -> tf.data.Dataset:
     """`make(data, *arguments)`; in Python that takes as long as many steps."""
-    graphs = _graphs(make, arguments)
-    graph = next((graph for of, graph in graphs if of == spec), None)
-    if graph is None:
-        trace = tf.function(
-            lambda data: make(data, *arguments), autograph=False
-        )
-        graph = trace.get_concrete_function(spec)
-        graphs.append((spec, graph))
-    return graph(data)
+    return _graphs(make, arguments)(spec)(data)
 
 
 @functools.cache
-def _graphs(make: Callable[..., tf.data.Dataset], arguments: tuple) -> list:
-    """Graphs by the spec of the data.
+def _graphs(
+    make: Callable[..., tf.data.Dataset], arguments: tuple
+) -> Callable[[Any], Any]:
+    def graph(spec: Any) -> Any:
+        # Anew: the one of another spec would take the graph of any number of
+        # rows for data of which it is known.
+        trace = tf.function(
+            lambda data: make(data, *arguments), autograph=False
+        )
+        return trace.get_concrete_function(spec)
 
-    A tf.function would take one of any number of rows for data of which it is
-    known. A list, since a dict in a spec has no hash.
-    """
-    return []
+    return once_per_spec(graph)
+
+
+def once_per_spec(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`make`, called once for each spec of data."""
+    made: list[tuple[Any, Any]] = []  # A dict in a spec has no hash.
+
+    def of(spec: Any) -> Any:
+        for other, found in made:
+            if other == spec:
+                return found
+        made.append((spec, make(spec)))
+        return made[-1][1]
+
+    return of
 
 
 def _stream_of_dataset(

@@ -59,9 +59,7 @@ class Replay:
                 tf.nest.pack_sequence_as(present, flat, expand_composites=True)
             )
             leaves = [
-                next(found)
-                if _is_present(spec)
-                else _absent(spec)
+                next(found) if _is_present(spec) else _absent(spec)
                 for spec in _leaves(self._spec)
             ]
             return tf.nest.pack_sequence_as(self._spec, leaves)

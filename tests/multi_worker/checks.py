@@ -331,6 +331,24 @@ def evaluate_and_predict(strategy):
     return found
 
 
+def predict_uneven_shares(strategy):
+    """Three batches on one worker, one or none on the other."""
+    model = toy.toy(strategy=strategy, start=1.0)
+
+    def predicted(*shares):
+        def share(context):
+            share = shares[context.input_pipeline_id]
+            return toy.batches(*share, [0]).take(len(share))
+
+        try:
+            return model.predict(share, verbose=0).ravel().tolist()
+        except ValueError as error:
+            return str(error)
+
+    first = [[1, 2], [3], [4, 5]]
+    return [predicted(first, [[10]]), predicted(first, [])]
+
+
 def train_on_batch(strategy):
     model = toy.toy(strategy=strategy, micro_batch_size=1)
     x = column([1, 2, 3, 4, 10])
