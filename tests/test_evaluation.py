@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests import toy
+from tfaccum.callbacks import Curves, TensorBoard
 
 WIDTH = 3
 
@@ -122,3 +123,41 @@ def test_windows_behind_the_end_do_not_break_a_row_of_skips():
     with pytest.raises(RuntimeError, match="5 updates in a row"):
         model.fit(data, epochs=20, verbose=0)
     assert toy.iterations_of(model) == 0
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_metric_may_have_a_number_for_each_class(
+    replicas, windows, tmp_path, capfd
+):
+    """F1 of a class is 2 * hits / (predicted + true)."""
+    eye = np.eye(3, dtype="float32")
+    y_pred, y = eye[[0, 0, 1, 1, 2]], eye[[0, 1, 1, 1, 0]]
+    expected = [2 * 1 / (2 + 2), 2 * 2 / (2 + 3), 0.0]
+    with toy.strategy_of(replicas).scope():
+        inputs = keras.Input((3,))
+        layer = keras.layers.Dense(3, use_bias=False)
+        model = tfaccum.Model(inputs, layer(inputs))
+        layer.kernel.assign(eye)
+        model.compile(
+            keras.optimizers.SGD(0.0),
+            "mse",
+            metrics=[keras.metrics.F1Score(), "mae"],
+            gradient_accumulation_steps=2,
+            steps_per_execution=windows,
+        )
+    found = model.fit(
+        y_pred,
+        y,
+        batch_size=2,
+        validation_data=(y_pred, y),
+        callbacks=[TensorBoard(str(tmp_path)), Curves()],
+        verbose=2,
+    ).history
+    for name in ("f1_score", "val_f1_score"):
+        np.testing.assert_allclose(found[name], [expected], rtol=1e-6)
+    assert found["mae"] == [pytest.approx(2 * 2 / 15)]
+    assert "f1_score" in capfd.readouterr().out
+    loss, f1, mae = model.evaluate(y_pred, y, verbose=0)
+    np.testing.assert_allclose(f1, expected, rtol=1e-6)
+    assert (loss, mae) == (pytest.approx(4 / 15), pytest.approx(4 / 15))

@@ -340,6 +340,17 @@ def test_loss_tracker():
     assert (float(tracker.total), float(tracker.count)) == (12, 2)
 
 
+def test_untracked_loss():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    tracker = keras_private.loss_tracker(model)
+    for _ in range(2):
+        with keras_private.untracked_loss(model):
+            tracker.update_state(8.0)
+        tracker.update_state(3.0, sample_weight=2.0)
+    assert (tracker.result(), tracker.count) == (3, 4)
+
+
 def test_all_layers():
     class Outer(keras.Model):
         def __init__(self):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfaccum import strategy as strategies
@@ -153,7 +154,7 @@ class TensorBoard(UpdateCallback):
     ) -> None:
         """Writes the metrics of the epoch."""
         train, validation = {}, {}
-        for name, value in (logs or {}).items():
+        for name, value in _scalars(logs).items():
             if name.startswith("val_"):
                 validation[f"epoch_{name.removeprefix('val_')}"] = value
             else:
@@ -349,7 +350,7 @@ class Curves(UpdateCallback):
         self, epoch: int, logs: dict[str, float] | None = None
     ) -> None:
         """Keeps the logs of the epoch."""
-        self.epochs.append((self.num_updates, dict(logs or {})))
+        self.epochs.append((self.num_updates, _scalars(logs)))
 
     def get_state(self) -> dict[str, Any]:
         """All updates and epochs so far, JSON values."""
@@ -437,6 +438,11 @@ def _examples(model: Any) -> int:
 def _input_wait(model: Any) -> float:
     """Seconds of the last train call in which data were waited for."""
     return sum(update.input_wait for update in model.last_updates)
+
+
+def _scalars(logs: dict[str, Any] | None) -> dict[str, float]:
+    """Without metrics that have a number for each class."""
+    return {k: v for k, v in (logs or {}).items() if not np.ndim(v)}
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -1,11 +1,13 @@
 """The functions of an iterator that train, test and predict, traced once."""
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfaccum import agreement, keras_private
@@ -411,9 +413,10 @@ class Functions:
         try:
             with self.distribute_strategy.scope():
                 keras_private.symbolic_build(self, spec)
-        except (RuntimeError, NotImplementedError):
-            # A model with a step of its own need not be callable on its data;
-            # its layers are then built by their maker.
+        except Exception:
+            # A model with a step of its own need not be callable on its data,
+            # nor these be what Keras' step takes; its layers are then built by
+            # their maker.
             if not self.overrides_train_step:
                 raise
 
@@ -477,5 +480,8 @@ def _as_tensor(leaf: Any) -> Any:
 def _read(window: Window, found: tuple) -> tuple:
     """What a window has returned, on the host; its logs by name."""
     logs, rows, counts, more, stopped = found
-    named = dict(zip(window.log_names, logs.numpy().tolist(), strict=True))
+    named, values = {}, iter(logs.numpy().tolist())
+    for name, shape in window.log_shapes.items():
+        part = list(itertools.islice(values, shape.num_elements()))
+        named[name] = np.reshape(part, shape) if shape.rank else part[0]
     return named, rows.numpy(), counts.numpy(), bool(more), bool(stopped)

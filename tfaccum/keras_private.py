@@ -280,6 +280,38 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
+@contextlib.contextmanager
+def untracked_loss(model: keras.Model) -> Iterator[None]:
+    """Inside, nothing is added to the metric behind `logs["loss"]`.
+
+    The step of Keras' guide adds the mean of its batch; the window adds its
+    own loss, with all its examples.
+    """
+    tracker = loss_tracker(model)
+    if "update_state" not in vars(tracker):
+        tracker.update_state = _if_tracked(tracker.update_state)
+    token = _loss_is_tracked.set(False)
+    try:
+        yield
+    finally:
+        _loss_is_tracked.reset(token)
+
+
+# Each replica is traced in a thread of its own.
+_loss_is_tracked: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfaccum_loss_is_tracked", default=True
+)
+
+
+def _if_tracked(update_state: Callable[..., Any]) -> Callable[..., Any]:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if _loss_is_tracked.get():
+            return update_state(*args, **kwargs)
+        return None
+
+    return replacement
+
+
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     """Every layer of a model or layer, at any depth, itself included."""
     return list(model._flatten_layers())

@@ -422,6 +422,11 @@ class MicroStep:
         """Runs `train_step` and turns what it hands over into sums."""
         with (
             keras_private.plain_mean_losses(rows, self._fixed),
+            (
+                keras_private.untracked_loss(self._model)
+                if self._trains
+                else contextlib.nullcontext()
+            ),
             _receiving(self._frozen, trains=self._trains) as received,
             _root_of_names(),
         ):
@@ -474,7 +479,7 @@ class MicroStep:
             return {}
         own = {}
         metrics = self._model.get_metrics_result()
-        for name, value in logs.items():
+        for name, value in _flat(logs):
             if name in metrics:
                 continue
             value = tf.cast(value, tf.float32)
@@ -485,6 +490,15 @@ class MicroStep:
                 )
             own[name] = value
         return own
+
+
+def _flat(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Logs by name; what the compiled metrics give is a dict among them."""
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield name, value
 
 
 def _check_weight(weight: tf.Tensor, rows: tf.Tensor) -> Any:

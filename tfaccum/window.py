@@ -142,7 +142,8 @@ class Window:
             if self._workers > 1
             else []
         )
-        self.log_names: list[str] = []  # Known once `run` was traced.
+        # By name, in their order; known once `run` was traced.
+        self.log_shapes: dict[str, tf.TensorShape] = {}
 
     @property
     def trained(self) -> list[Trained]:
@@ -205,9 +206,18 @@ class Window:
     def _trace(self) -> Any:
         if self._traced is None:
             self._traced = tf.function(self._step.run, autograph=False)
-        return self._traced.get_concrete_function(
-            self._same_for_all(self._spec)
-        )
+        try:
+            return self._traced.get_concrete_function(
+                self._same_for_all(self._spec)
+            )
+        except Exception as error:
+            if self._model.run_eagerly:
+                error.add_note(
+                    "A step is traced once with `run_eagerly=True` too, to "
+                    "learn how its results look. Write `if tf.executing_"
+                    "eagerly():` before what needs values, as `print` does."
+                )
+            raise
 
     def _same_for_all(self, element: Any) -> list[tuple]:
         """One element of the stream, or its spec, for each local replica."""
@@ -229,7 +239,8 @@ class Window:
                 any does, the window leaves no trace on any.
 
         Returns:
-            (logs, row, exponents, more, stopped): float32 [len(log_names)],
+            (logs, row, exponents, more, stopped): float32 [sum of
+            the sizes of log_shapes],
             float64 [num_fields] (an `Update`; in evaluation the number of
             examples), float32 [variables, NUM_BINS] (no variables unless they
             are asked for), whether any worker has data left, and whether any
@@ -589,7 +600,7 @@ class Window:
         results: list[dict[str, Any]],
         metrics: list[tf.Tensor],
     ) -> tf.Tensor:
-        """All logs as one float32 vector, in the order of `log_names`.
+        """All logs as one float32 vector, in the order of `log_shapes`.
 
         The loss of the whole window enters the loss metric once, with all its
         examples, as one big batch would.
@@ -608,8 +619,11 @@ class Window:
             self._track_loss(totals, results, is_first=first)
         for name, total in totals["logs"].items():
             values[name] = self._step.over(total, totals["examples"])
-        self.log_names = list(values)
-        return tf.stack([tf.cast(v, tf.float32) for v in values.values()])
+        tensors = [tf.cast(v, tf.float32) for v in values.values()]
+        shapes = (tensor.shape for tensor in tensors)
+        self.log_shapes = dict(zip(values, shapes, strict=True))
+        # Most are scalars; a metric may have one number for each class.
+        return tf.concat([tf.reshape(v, [-1]) for v in tensors], 0)
 
     def _metrics_result(self) -> dict[str, tf.Tensor]:
         """Metrics by name; a loss of which nothing was counted is NaN."""
