@@ -500,6 +500,38 @@ def test_a_damaged_one_is_passed_over_with_a_message(tmp_path):
     assert_same((states.states, history), expected)
 
 
+def test_a_damaged_one_pushes_no_good_one_out(tmp_path):
+    """The run that goes on from update 3 is killed before it is past 5."""
+    saver = tfaccum.Checkpoint(tmp_path, save_every_updates=1)
+    with pytest.raises(Interrupted):
+        fit(network(), [saver, InterruptAt(5)])
+    for path in Snapshots(tmp_path / "checkpoints").paths()[1:]:
+        (path / "arrays-1.index").write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match="is damaged"):
+        saver = tfaccum.Checkpoint(tmp_path, save_every_updates=1, keep=1)
+        with pytest.raises(Interrupted):
+            fit(network(), [saver, InterruptAt(1)])
+    found, complaints = Snapshots(tmp_path / "checkpoints").newest()
+    assert (found.facts["update"], complaints) == (4, [])
+    assert saved(tmp_path) == [(4, 0, 8)]
+    aside = sorted((tmp_path / "checkpoints").glob("*.damaged"))
+    assert [path.name[:15] for path in aside] == [
+        "update-00000004",
+        "update-00000005",
+    ]
+
+
+def test_a_run_that_is_refused_sets_nothing_aside(tmp_path):
+    fit(network(), [tfaccum.Checkpoint(tmp_path)])
+    before = saved(tmp_path)
+    newest = Snapshots(tmp_path / "checkpoints").paths()[-1]
+    (newest / "arrays-1.index").write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match="is damaged"):
+        with pytest.raises(ValueError, match="'never'"):
+            fit(network(), [tfaccum.Checkpoint(tmp_path, resume="never")])
+    assert saved(tmp_path) == before
+
+
 def test_a_write_that_fails_is_raised_at_the_next_update(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")

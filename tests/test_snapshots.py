@@ -110,6 +110,27 @@ def test_the_newest_good_one_is_found(tmp_path, damage):
     )
 
 
+def test_damaged_ones_count_no_more(tmp_path):
+    """Nor does one under whose name another was damaged before."""
+    shelf = Snapshots(tmp_path)
+    for update in (5, 6, 8):
+        write(tmp_path, update)
+    for _ in range(2):
+        damaged = write(tmp_path, 9)
+        flip(damaged / "arrays-1.index")
+        shelf.set_aside(shelf.newest()[0].path)
+    shelf.keep(2)
+    names = [f"update-0000000{n}-epoch-0000-batch-00000{n}" for n in (6, 8, 9)]
+    names[2] += ".damaged"
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert shelf.newest()[0].facts == {"update": 8}
+    for path in shelf.paths():
+        flip(path / "arrays-1.index")
+    shelf.set_aside(shelf.newest()[0])
+    assert shelf.paths() == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_nothing_there(tmp_path):
     assert Snapshots(tmp_path / "missing").newest() == (None, [])
     assert Snapshots(tmp_path / "missing").paths() == []

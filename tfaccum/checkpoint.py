@@ -67,7 +67,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     In `model_dir`:
 
-        checkpoints/update-.../    see `tfaccum.snapshots`
+        checkpoints/update-.../    see `tfaccum.snapshots`; a damaged one that
+                                   was passed over ends in ".damaged"
         model.json                 the architecture, for `tfaccum.load`
         best.json                  which checkpoint is the best, and its value
 
@@ -168,6 +169,7 @@ class Checkpoint(keras.callbacks.Callback):
                 print(_going_on(facts), flush=True)
         self._saved_at = (self._run.num_updates, self._run.position)
         if self._is_first:
+            self._snapshots.set_aside(snapshot.path if snapshot else None)
             self._snapshots.remove_partial()
             self._write_model()
 

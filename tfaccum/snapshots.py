@@ -30,6 +30,7 @@ FORMAT = 1
 
 _NAME = re.compile(r"update-\d{8,}-epoch-\d{4,}-batch-\d{6,}")
 _PARTIAL = ".partial"
+_DAMAGED = ".damaged"
 _MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
 # How TensorFlow writes the name of an entry of a dict.
@@ -151,6 +152,18 @@ class Snapshots:
             return Snapshot(path, manifest["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"{type(error).__name__}: {error}") from error
+
+    def set_aside(self, newer_than: Path | None) -> None:
+        """Renames damaged ones, so that they count no more.
+
+        Args:
+            newer_than: the newest good one; None: there is none.
+        """
+        for path in self.paths():
+            if newer_than is None or path > newer_than:
+                aside = path.with_name(path.name + _DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
 
     def keep(self, number: int, also: Path | None = None) -> None:
         """Removes all but the newest ones and `also`."""
