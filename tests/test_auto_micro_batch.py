@@ -156,6 +156,40 @@ def test_one_of_two_workers_runs_out(tmp_path):
     assert first["examples"] == [24, 24]
 
 
+@pytest.mark.parametrize("updates", [6, 8])
+def test_what_was_over_before_is_not_taken_again(tmp_path, updates):
+    """Goes on in epoch 2 of 3, with data of a size that nobody knows."""
+    batches = [rows(2, seed=number) for number in range(12)]
+    spec = tf.TensorSpec([None, 1])
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ((x, np.zeros_like(x)) for x in batches),
+        output_signature=(spec, spec),
+    )
+
+    class EndAt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.num_updates == updates:
+                self.model.current_run.preempt()
+
+    def train(limit, *callbacks):
+        model = limited(limits=(limit,), micro_batch_size="auto")
+        model.fit(
+            dataset,
+            epochs=3,
+            steps_per_epoch=3,
+            verbose=0,
+            callbacks=[*callbacks, tfaccum.Checkpoint(tmp_path)],
+        )
+        return model
+
+    with pytest.raises(tfaccum.Preempted):
+        train(2, EndAt())
+    model = train(1)
+    assert model.micro_batch_search.tried == [2]
+    expected = -sum(x.mean() for x in batches[:9])
+    np.testing.assert_allclose(toy.weight_of(model), expected, rtol=1e-6)
+
+
 def test_the_floor_is_respected():
     model = limited(
         limits=(3,), micro_batch_size=tfaccum.AutoMicroBatch(32, floor=6)

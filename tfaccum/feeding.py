@@ -424,12 +424,14 @@ class Source:
             self.end_epoch(*self._read(self._steps or 0))
 
     def _read(self, batches: int) -> tuple[int, bool]:
-        """Reads some batches; returns how many, and whether the data ended."""
+        """Reads past batches; returns how many, and whether the data ended."""
         done, has_more = 0, True
         while done < batches and has_more:
             rows, last, *_ = next_elements(self._iterator, self._strategy)
             has_more = int(rows[0]) != NO_MORE_DATA
-            done += has_more and bool(last[0])
+            if has_more and bool(last[0]):
+                done += 1
+                self.let_go(1)
         return done, not agreement.any_worker(self._strategy, has_more)
 
     def _dataset_from(self, epoch: int, skip_batches: int) -> tf.data.Dataset:
