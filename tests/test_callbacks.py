@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing import event_accumulator
 
 import tfaccum
+from tests import toy
 from tfaccum import callbacks
 
 TAGS = {
@@ -368,6 +369,63 @@ def test_K5_a_single_call_has_a_rate_too():
         dataset(6, 3), verbose=0, callbacks=[Work(clock), throughput]
     )
     assert throughput.examples_per_second == pytest.approx(6 / 10.0)
+
+
+class ChangeLast(keras.callbacks.Callback):
+    """Adds 1 to a variable of the last replica."""
+
+    def __init__(self, variable):
+        super().__init__()
+        self.variable = variable
+
+    def on_train_batch_end(self, batch, logs=None):
+        strategy = self.model.distribute_strategy
+        copies = strategy.experimental_local_results(self.variable.value)
+        copies[-1].assign_add(tf.ones_like(copies[-1]))
+
+
+def fit_with_dropout(model, *used):
+    """Batches of 4 rows and of 1: then one of two replicas has none."""
+    x = np.ones([5, 3], np.float32)
+    model.fit(
+        x,
+        x[:, :1],
+        batch_size=4,
+        epochs=3,
+        verbose=0,
+        callbacks=[*used, callbacks.CompareReplicas(1)],
+    )
+
+
+def with_dropout():
+    strategy = toy.strategy_of(2)
+    with strategy.scope():
+        inputs = keras.Input((3,))
+        dropped = keras.layers.Dropout(0.5, seed=1)(inputs)
+        model = tfaccum.Model(inputs, keras.layers.Dense(1)(dropped))
+        model.compile("sgd", "mse")
+    return model, strategy
+
+
+def test_seeds_may_differ_between_replicas():
+    """The second one draws a mask in every other update only."""
+    model, strategy = with_dropout()
+    fit_with_dropout(model)
+    assert model.num_updates == 6
+    seed = model.layers[1].seed_generator.state
+    first, second = strategy.experimental_local_results(seed.value)
+    assert first.numpy().tolist() != second.numpy().tolist()
+
+
+@pytest.mark.parametrize("what", ["bias", "iteration"])
+def test_weights_and_integers_of_the_optimizer_must_not(what):
+    model, _ = with_dropout()
+    variable = {
+        "bias": model.layers[-1].bias,
+        "iteration": model.optimizer.iterations,
+    }[what]
+    with pytest.raises(RuntimeError, match=f"{what} of replica.s. .1. differs"):
+        fit_with_dropout(model, ChangeLast(variable))
 
 
 def test_curves_are_those_of_the_updates_and_can_be_drawn(tmp_path):

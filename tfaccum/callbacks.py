@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfaccum import strategy as strategies
 from tfaccum.batching import check_count
 from tfaccum.fingerprints import Fingerprints
+from tfaccum.micro_step import is_counter
 from tfaccum.window import Update
 
 Clock = Callable[[], float]
@@ -261,7 +262,8 @@ class CompareReplicas(UpdateCallback):
     hashes each of its weights and optimizer variables (8 bytes a variable),
     and the hashes are gathered in one small collective. All replicas start
     equal and make the same updates, so that a difference means a broken
-    device, link or library.
+    device, link or library. Seeds and counters of the model are left out: a
+    replica without examples in a micro-step does not move them.
 
     Args:
         every_updates: N >= 1. With several updates in a train call, the first
@@ -297,7 +299,7 @@ class CompareReplicas(UpdateCallback):
 
     def _compare(self) -> None:
         model = self.model
-        variables = list(model.variables)
+        variables = [v for v in model.variables if not is_counter(v)]
         if not model.makes_own_steps:
             variables += model.optimizer.variables
         # An optimizer makes its variables at its first update.
