@@ -1,5 +1,8 @@
 """Cases J: whatever the data look like, each example counts once."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +10,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests import toy
+from tfaccum.arrays import ArrayEpochs
 
 
 def column(values):
@@ -406,6 +410,53 @@ def test_data_that_end_too_early_are_said():
         )
     assert seen.iterations == [1, 2]
     assert toy.weight_of(model) == -10
+
+
+class KeepRun(keras.callbacks.Callback):
+    """Keeps what must not keep the data."""
+
+    def on_train_end(self, logs=None):
+        self.run = self.model.current_run
+
+
+def fit_and_forget(model, kind, **arguments):
+    """Trains on data that nobody else has; returns weak references."""
+
+    class Array(np.ndarray):
+        pass
+
+    x = column([1, 2, 3]).view(Array)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x)).batch(2)
+    data = {
+        "arrays": (x, x),
+        "dataset": (dataset,),
+        "function": (lambda context: dataset,),
+    }[kind]
+    model.fit(*data, verbose=0, **arguments)
+    return [weakref.ref(each) for each in (x, dataset, data[0])]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "function"])
+def test_nothing_keeps_the_data_after_fit(kind):
+    model, keep = toy.toy(), KeepRun()
+    kept = fit_and_forget(model, kind, callbacks=[keep])
+    assert model.num_updates == (1 if kind == "arrays" else 2)
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+    assert not [o for o in gc.get_objects() if type(o) is ArrayEpochs]
+    assert keep.run.num_updates == model.num_updates
+
+
+def test_there_is_a_run_while_fit_goes_on_only():
+    model, keep = toy.toy(), KeepRun()
+    x = column([1, 2])
+    assert model.current_run is None
+    model.fit(x, x, verbose=0, callbacks=[keep])
+    assert keep.run.position.epoch == 1
+    assert model.current_run is None
+    with pytest.raises(toy.Stopped):
+        model.fit(x, x, verbose=0, callbacks=[toy.StopAfter(1)])
+    assert model.current_run is None
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -130,7 +130,7 @@ class Source:
         self._batch: OneBatch | None = None
         self._first_rows: int | None = None
         # Computed for several workers only.
-        self._content = functools.partial(_content, x, **arguments)
+        self._content: Any = functools.partial(_content, x, **arguments)
         worker, num_workers = strategies.worker_index(strategy)
         self.is_share = True
         if isinstance(x, EpochData):
@@ -353,8 +353,13 @@ class Source:
             self._iterator = iter(self._new_stream(self._replay.dataset()))
 
     def close(self) -> None:
-        """Lets go of the data: no thread reads on while Python ends."""
-        self._iterator = self._replay = None
+        """Lets go of the data, and of the threads that read them.
+
+        After that, nothing can be read.
+        """
+        self._iterator = self._replay = self._dataset = self._stream = None
+        self._by_epoch = self._arrays = self._adapter = None
+        self._py_dataset = self._batch = self._content = None
 
     def let_go(self, batches: int) -> None:
         """Forgets the first batches that are held."""

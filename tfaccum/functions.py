@@ -69,7 +69,7 @@ class Functions:
     # What happened at each update of the last call of the train function.
     last_updates: tuple[Update, ...] = ()
 
-    # The call of `fit` that is going on, for its callbacks.
+    # The call of `fit` that is going on, for its callbacks; None without one.
     current_run: Any = None
 
     # How many updates in a row were skipped.

@@ -132,6 +132,7 @@ class HostLoop(Evaluation):
         self.train_window.prepare(source.element_spec)
         run = self.current_run = Run(self, source, initial_epoch)
         run.callbacks = callbacks.callbacks
+        run.until_end.callback(setattr, self, "current_run", None)
         with run.until_end, contextlib.closing(source):
             return self._fit(
                 run, source, validation, callbacks, epochs, validation_freq
