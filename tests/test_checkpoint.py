@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import keras
@@ -481,6 +482,25 @@ def test_load_says_what_is_wrong(tmp_path, which):
         tfaccum.load(tmp_path, which)
     with pytest.raises(ValueError, match="without good checkpoint"):
         tfaccum.load(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_load_says_what_is_wrong_with_the_best(tmp_path, what):
+    """The first of two epochs is the best, the second the newest."""
+    x = np.ones([2, 1], np.float32)
+    model = toy.toy(start=5.0)
+    saver = tfaccum.Checkpoint(tmp_path, save_best=("loss", "max"))
+    model.fit(x, x, epochs=2, verbose=0, callbacks=[saver])
+    best = Snapshots(tmp_path / "checkpoints").paths()[0]
+    if what == "damaged":
+        (best / "arrays-1.index").write_bytes(b"nothing")
+    else:
+        shutil.rmtree(best)
+    said = re.escape(str(best)) + ".*Use which='newest'"
+    with pytest.raises(ValueError, match=said):
+        tfaccum.load(tmp_path)
+    loaded = tfaccum.load(tmp_path, "newest")
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), 3 * x)
 
 
 # --- What goes wrong ------------------------------------------------------

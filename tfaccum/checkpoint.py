@@ -25,7 +25,7 @@ from tfaccum import strategy as strategies
 from tfaccum.batching import check_count
 from tfaccum.files import replacing
 from tfaccum.run import Position, Run
-from tfaccum.snapshots import Snapshot, Snapshots
+from tfaccum.snapshots import DamagedError, Snapshot, Snapshots
 from tfaccum.state import TrainingState
 from tfaccum.update import described
 
@@ -486,7 +486,7 @@ def load(model_dir: str | os.PathLike, which: str = "best") -> keras.Model:
 
     Raises:
         ValueError: if `which` is neither, or there is no good checkpoint, or
-            Keras cannot make the model.
+            the best one is damaged or gone, or Keras cannot make the model.
     """
     if which not in ("best", "newest"):
         raise ValueError(
@@ -495,7 +495,13 @@ def load(model_dir: str | os.PathLike, which: str = "best") -> keras.Model:
     model_dir = Path(model_dir)
     snapshots = Snapshots(model_dir / CHECKPOINTS)
     best = _best_path(model_dir) if which == "best" else None
-    snapshot = snapshots.read(best) if best else snapshots.newest()[0]
+    try:
+        snapshot = snapshots.read(best) if best else snapshots.newest()[0]
+    except DamagedError as error:
+        raise ValueError(
+            "The best checkpoint must be as it was written. Received: "
+            f"{best} ({error}). Use which='newest' for the newest good one."
+        ) from error
     if snapshot is None or not (model_dir / MODEL).is_file():
         missing = MODEL if snapshot else "good checkpoint"
         raise ValueError(
