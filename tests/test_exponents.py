@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfaccum
+from tests import toy
 from tfaccum import exponents
 from tfaccum.gradient_report import GradientReport
 
@@ -36,6 +37,11 @@ def bins(value):
 def test_bins_are_the_exponents_of_float16(value, expected):
     assert exponents.NUM_BINS == 43
     assert bins(value) == expected
+
+
+def test_counts_are_exact_beyond_the_integers_of_float32():
+    counts = exponents.count(tf.zeros([2**24 + 2])).numpy()
+    assert counts.tolist() == [2**24 + 2] + [0] * 42
 
 
 def test_fractions_and_sparse_gradients():
@@ -109,6 +115,17 @@ def test_report_of_a_whole_window_to_tensorboard(tmp_path, replicas):
     histogram = found[f"gradient_exponents/{path}", 3]
     np.testing.assert_array_equal(histogram[:, 2], expected)
     assert histogram[2, 0] == -24
+
+
+def test_report_of_a_compiled_step(tmp_path):
+    """Gradient of w is the mean of x: 2, then 0.5."""
+    model = toy.toy(jit_compile=True)
+    toy.fit(
+        model, toy.batches([1, 3], [0.5]), callbacks=[GradientReport(tmp_path)]
+    )
+    counts = model.last_exponents.counts
+    assert np.argwhere(counts).tolist() == [[0, 2 + 24 - 1]]
+    assert toy.weight_of(model) == -2.5
 
 
 def test_report_says_what_is_wrong():

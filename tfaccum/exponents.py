@@ -33,8 +33,9 @@ def count(gradient: Gradient) -> tf.Tensor:
     exponent = tf.bitwise.right_shift(bits, 23) - 127
     bins = tf.clip_by_value(exponent - LEAST + 2, 1, NUM_BINS - 1)
     bins = tf.where(values == 0, 0, bins)
-    counts = tf.math.bincount(bins, minlength=NUM_BINS, maxlength=NUM_BINS)
-    return tf.ensure_shape(tf.cast(counts, tf.float32), [NUM_BINS])
+    # XLA does not compile tf.math.bincount.
+    counts = tf.math.unsorted_segment_sum(tf.ones_like(bins), bins, NUM_BINS)
+    return tf.cast(counts, tf.float32)
 
 
 @dataclasses.dataclass(frozen=True)
