@@ -128,6 +128,20 @@ def test_report_of_a_compiled_step(tmp_path):
     assert toy.weight_of(model) == -2.5
 
 
+def test_counting_ends_when_fit_fails(tmp_path):
+    model = toy.toy()
+    data = toy.batches([1], [2])
+    with pytest.raises(toy.Stopped):
+        model.fit(
+            data,
+            verbose=0,
+            callbacks=[GradientReport(tmp_path), toy.StopAfter(1)],
+        )
+    assert model.last_exponents is not None
+    assert not model.counts_exponents
+    assert ("gradient_overflow/" + model.weights[0].path, 1) in events(tmp_path)
+
+
 def test_report_says_what_is_wrong():
     with pytest.raises(ValueError, match="Received: every_updates=0"):
         GradientReport("somewhere", every_updates=0)

@@ -46,10 +46,13 @@ class GradientReport(keras.callbacks.Callback):
         model.count_exponents(True)
 
     def on_train_begin(self, logs: dict | None = None) -> None:
-        """Opens the event file, on the first worker."""
+        """Opens the event file, on the first worker, until `fit` ends."""
+        until_end = self.model.current_run.until_end
+        until_end.callback(self.model.count_exponents, False)
         worker, _ = strategies.worker_index(self.model.distribute_strategy)
         if worker == 0:
             self._writer = tf.summary.create_file_writer(str(self._log_dir))
+            until_end.callback(self._writer.close)
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         """Writes a report when one is due."""
@@ -59,12 +62,6 @@ class GradientReport(keras.callbacks.Callback):
         self._next = updates[-1].update + self._every
         with self._writer.as_default(step=updates[-1].update):
             _write(self.model.last_exponents)
-
-    def on_train_end(self, logs: dict | None = None) -> None:
-        """Closes the event file and stops counting."""
-        if self._writer is not None:
-            self._writer.close()
-        self.model.count_exponents(False)
 
 
 def _write(exponents: Exponents) -> None:
