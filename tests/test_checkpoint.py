@@ -437,6 +437,26 @@ def test_a_better_epoch_of_an_earlier_run_stays_the_best(tmp_path):
     assert note["value"] == 5.0
 
 
+@pytest.mark.parametrize(
+    ("mode", "best"), [("min", (4, 0.5)), ("max", (2, 2.0))]
+)
+def test_nan_is_worse_than_any_number(tmp_path, mode, best):
+    """In the first and third epoch; also of a run before."""
+    values = [np.nan, 2.0, np.nan, 0.5]
+
+    class Value(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["mine"] = values[epoch]
+
+    x = np.ones([2, 1], np.float32)
+    for end in (1, 4):
+        saver = tfaccum.Checkpoint(tmp_path, save_best=("mine", mode))
+        toy.toy().fit(x, x, epochs=end, verbose=0, callbacks=[Value(), saver])
+    note = json.loads((tmp_path / "best.json").read_text())
+    name = f"update-{best[0]:08}-epoch-{best[0]:04}-batch-000000"
+    assert (note["checkpoint"], note["value"]) == (name, best[1])
+
+
 def test_load_needs_no_class_of_ones_own_and_runs_no_code(tmp_path):
     model = network()
     fit(model, [tfaccum.Checkpoint(tmp_path)], epochs=1)

@@ -8,6 +8,7 @@ it has read it sends to the others.
 import contextlib
 import datetime
 import json
+import math
 import os
 import signal
 import threading
@@ -78,7 +79,8 @@ class Checkpoint(keras.callbacks.Callback):
         keep: newest checkpoints that are kept, >= 1.
         save_best: a name in the logs of an epoch, such as "val_loss": the
             best is kept as well. Less is better, but for names with "acc" or
-            "auc"; or a pair such as ("val_f1", "max").
+            "auc"; or a pair such as ("val_f1", "max"). NaN is worse than any
+            number.
         resume: "auto": if there is a checkpoint. "must": else an error.
             "never": an error if there is one.
         max_run_seconds: from now on, > 0; or None.
@@ -463,7 +465,11 @@ class _BestOf:
             )
         value = float(logs[self.name])
         sign = 1 if self.mode == "max" else -1
-        better = self.value is None or sign * value > sign * self.value
+        better = (
+            self.value is None
+            or math.isnan(self.value)
+            or sign * value > sign * self.value
+        )
         if better:
             self.value = value
         return better
