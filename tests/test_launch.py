@@ -422,6 +422,32 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in err
 
 
+@pytest.mark.parametrize(
+    ("first_line", "why"),
+    [
+        ("import sys", "Exec format error"),
+        ("#!/nowhere/python", "No such file or directory"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_said(
+    first_line, why, capsys, tmp_path
+):
+    program = tmp_path / "program.py"
+    program.write_text(f"{first_line}\n")
+    program.chmod(0o755)
+    arguments = ["--workers=2", f"--log_dir={tmp_path}", "--", str(program)]
+    assert launch.main(["tfaccum-launch", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"tfaccum-launch: logs of the workers in {tmp_path}",
+        "tfaccum-launch: the command of a worker must be one that can be "
+        f"started. Received: {str(program)!r} ({why}). A script needs a first "
+        "line with #! and its interpreter, or the interpreter before it, such "
+        "as python.",
+    ]
+
+
 def test_nothing_of_tensorflow_is_needed():
     program = (
         "import sys, tfaccum.launch as launch\n"

@@ -34,6 +34,7 @@ class Supervisor:
 
         Raises:
             UsageError: If the folder of the logs cannot be made.
+            UsageError: If the program cannot be started.
         """
         try:
             self._options.log_dir.mkdir(parents=True, exist_ok=True)

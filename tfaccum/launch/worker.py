@@ -13,6 +13,7 @@ import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfaccum.cluster import EXIT_PREEMPTED, Cluster
+from tfaccum.train.options import UsageError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,6 +43,9 @@ class Worker:
             environment: What its environment has beside the launcher's.
             terminal: A terminal like which its standard output should be, or
                 None.
+
+        Raises:
+            UsageError: If the program cannot be started.
         """
         self.index = cluster.index
         self.code: int | None = None
@@ -65,6 +69,13 @@ class Worker:
                 start_new_session=True,
                 preexec_fn=_end_with_parent(os.getpid()),
             )
+        except OSError as error:
+            raise UsageError(
+                "the command of a worker must be one that can be started. "
+                f"Received: {command[0]!r} ({error.strerror}). A script needs "
+                "a first line with #! and its interpreter, or the interpreter "
+                "before it, such as python."
+            ) from error
         finally:
             os.close(inner)
             os.close(inner_error)
