@@ -1,12 +1,16 @@
 """Cases N: several optimizers in one step, each with its own window."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfaccum
+from tests import toy
 from tests.toy import strategy_of, value_of
+from tfaccum import boost, callbacks
 
 
 class Two(tfaccum.Model):
@@ -224,3 +228,76 @@ def test_N1_nothing_is_counted_twice():
     with pytest.raises(RuntimeError, match="once per optimizer"):
         model.fit(dataset(XS, ZS), verbose=0)
     assert model.d.numpy() == model.g.numpy() == 0
+
+
+# --- An optimizer that `compile` was not given -----------------------------
+
+
+class Own(tfaccum.Model):
+    """T, trained by `self.own`; the compiled optimizer makes no update."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0], training=True))
+        self.accumulate(tape, loss, tf.shape(data[0])[0], optimizer=self.own)
+        return {}
+
+
+def own(replicas=1, **arguments):
+    model = toy.toy(replicas, model_class=Own, **arguments)
+    with model.distribute_strategy.scope():
+        model.own = keras.optimizers.SGD(1.0, momentum=0.5)
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_N1_its_updates_move_the_schedule(replicas):
+    """Eight batches: windows of 1, 1, 3 and 3."""
+    model = own(replicas, gradient_accumulation_steps=[(0, 1), (2, 3)])
+    seen = toy.fit(model, toy.batches(*[[1, 2]] * 8))
+    assert seen.of_updates("examples") == [2, 2, 6, 6]
+    assert model.num_updates == 4
+
+
+def test_N1_its_updates_move_the_freeze():
+    """One weight in each of two blocks: groups 0, 0, 1, and again."""
+    model = own(
+        layers=lambda: [toy.scalar(1.0, f"w{i}") for i in range(6)],
+        gradient_freeze=boost.GradientFreeze(
+            groups=2, freeze_type=0, full_step_fraction=0.7
+        ),
+    )
+    seen = toy.fit(model, toy.batches(*[[0.01]] * 6))
+    weights = [[1.0] * 6, *seen.weights]
+    moved = [
+        [w != before for w, before in zip(*pair, strict=True)]
+        for pair in itertools.pairwise(weights)
+    ]
+    everything, second = [True] * 6, [False] * 3 + [True] * 3
+    assert moved == [everything, everything, second] * 2
+
+
+def test_N1_a_run_of_its_goes_on(tmp_path):
+    def run(*callbacks):
+        model = own(gradient_accumulation_steps=[(0, 1), (2, 2)])
+        xs = [[1], [2], [3], [4], [5], [6]]
+        seen = toy.fit(model, toy.batches(*xs), callbacks=list(callbacks))
+        return seen.weights
+
+    # Gradients 1, 2, 3.5 and 5.5, with momentum 0.5.
+    expected = [[-1], [-3.5], [-8.25], [-16.125]]
+    saver = tfaccum.Checkpoint(tmp_path, save_every_updates=1)
+    with pytest.raises(toy.Stopped):
+        run(saver, toy.StopAfter(3))
+    assert run(tfaccum.Checkpoint(tmp_path)) == expected[3:]
+
+
+def test_N1_a_callback_begins_with_its_updates():
+    class Made(callbacks.UpdateCallback):
+        def on_train_batch_end(self, batch, logs=None):
+            made.extend(update.update for update in self.made_updates())
+
+    made, model = [], own()
+    for xs in ([[1], [2]], [[np.inf], [3]]):
+        toy.fit(model, toy.batches(*xs), callbacks=[Made()])
+    assert made == [1, 2, 3]

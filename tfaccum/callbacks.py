@@ -32,7 +32,7 @@ class UpdateCallback(keras.callbacks.Callback):
     Hence there is exactly one point per update, whatever was skipped.
 
     Attributes:
-        num_updates: the update counter: updates made by this optimizer.
+        num_updates: the update counter: `model.num_updates`.
         skipped_updates: updates of this run that were skipped so far.
     """
 
@@ -44,9 +44,7 @@ class UpdateCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
         """Starts from the updates that the optimizer has made already."""
         self.skipped_updates = 0
-        self.num_updates = int(
-            tf.convert_to_tensor(self.model.optimizer.iterations)
-        )
+        self.num_updates = self.model.num_updates
 
     def get_state(self) -> dict[str, Any]:
         """What a `tfaccum.Checkpoint` remembers of it, JSON values."""

@@ -249,7 +249,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _counter(self) -> str:
         """The name of the update counter among all variables."""
-        counter = loss_scale.unwrapped(self.model.optimizer).iterations
+        counter = loss_scale.unwrapped(self._run.optimizers[0]).iterations
         return next(
             name for name, v in self._state.variables.items() if v is counter
         )

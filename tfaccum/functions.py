@@ -127,8 +127,13 @@ class Functions:
 
     @property
     def num_updates(self) -> int:
-        """Updates that the compiled optimizer has made."""
-        return int(tf.convert_to_tensor(self.optimizer.iterations))
+        """Updates made by the first optimizer that `train_step` trains.
+
+        By the compiled one until a step was traced.
+        """
+        trained = self.train_window.trained if self.train_window else []
+        optimizer = trained[0].optimizer if trained else self.optimizer
+        return int(tf.convert_to_tensor(optimizer.iterations))
 
     def reset_training_functions(self) -> None:
         """Forgets traced functions and what has been warned about."""

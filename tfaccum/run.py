@@ -117,7 +117,7 @@ class Run:
 
     @property
     def num_updates(self) -> int:
-        """Updates that the compiled optimizer has made."""
+        """Updates made by the first of `optimizers`."""
         return self._model.num_updates
 
     @property
