@@ -273,6 +273,7 @@ class GradientAccumulator:
 
     Raises:
         ValueError: if `variables` is empty, or a sparse one not among them.
+        ValueError: if a variable is overwritten with its gradient (float8).
         ValueError: if `wire_dtype` is not one of those.
     """
 
@@ -289,6 +290,12 @@ class GradientAccumulator:
             raise ValueError(
                 "`variables` must hold at least one variable. Received: "
                 "variables=[]. Build the model before its accumulator."
+            )
+        if values := [v for v in self._variables if update.is_overwritten(v)]:
+            raise ValueError(
+                "`variables` must have a mean gradient, which scales of float8 "
+                f"have not. Received: variables with {values[0].path}. Use the "
+                "dtype policy 'mixed_bfloat16'."
             )
         ids = [id(v) for v in self._variables]
         chosen = [id(v) for v in sparse_variables]
@@ -382,7 +389,9 @@ class GradientAccumulator:
         def mean_gradients() -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
             gradients, weight = self.reduce()
             self.reset()
-            gradients, _, finite = update.judged(optimizer, gradients)
+            gradients, _, finite = update.judged(
+                optimizer, gradients, self._variables
+            )
             return gradients, finite, weight > 0
 
         gradients, finite, has_weight = strategy.run(mean_gradients)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfaccum import reduction
 from tfaccum.reduction import Gradient
+from tfaccum.update import is_overwritten
 
 SHRINK = 2.0**-0.5
 GROWTH = 2.0 ** (1 / 1000)
@@ -132,7 +133,9 @@ class GroupLossScale(keras.layers.Layer):
     ) -> list[Gradient]:
         """Gradients divided by the scale that they carry."""
         return [
-            reduction.divided(g, self._scale_of(self._group_of(v)))
+            g
+            if is_overwritten(v)
+            else reduction.divided(g, self._scale_of(self._group_of(v)))
             for g, v in zip(gradients, variables, strict=True)
         ]
 

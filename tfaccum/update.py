@@ -178,25 +178,50 @@ def build_optimizer(
             optimizer.build(list(variables))
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Whether Keras takes the variable's gradient for its new value.
+
+    So it is with the scales of float8. That value carries no loss scale, and
+    is not averaged.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 def judged(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Gradient]
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Any],
 ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
     """Unscales reduced gradients and looks whether they are finite.
 
     Args:
         optimizer: whose loss scale the gradients carry.
         gradients: reduced over the replicas; at least one.
+        variables: in the order of `gradients`.
 
     Returns:
-        (gradients, their global norm, whether all elements are finite).
+        (gradients, their global norm, whether all elements are finite). Values
+        that overwrite a variable are not in the norm.
 
     Context: replica.
     """
+    are_values = [is_overwritten(v) for v in variables]
     scale = loss_scale.current_scale(optimizer)
     if scale is not None:
-        gradients = [reduction.divided(g, scale) for g in gradients]
-    norm = reduction.global_norm(gradients)
-    return list(gradients), norm, reduction.all_finite(gradients, norm)
+        gradients = [
+            g if is_value else reduction.divided(g, scale)
+            for g, is_value in zip(gradients, are_values, strict=True)
+        ]
+    counted = [
+        g
+        for g, is_value in zip(gradients, are_values, strict=True)
+        if not is_value
+    ]
+    norm = reduction.global_norm(counted)
+    finite = reduction.all_finite(counted, norm)
+    if any(are_values):
+        finite &= tf.reduce_all(reduction.each_finite(gradients))
+    return list(gradients), norm, finite
 
 
 def update_if(

@@ -28,6 +28,7 @@ from tfaccum.reduction import Gradient
 from tfaccum.sparse import SparseSpec, TableSum, combined, table_sum
 from tfaccum.update import (
     build_optimizer,
+    is_overwritten,
     judged,
     needs_losses,
     only_if,
@@ -187,12 +188,17 @@ class Window:
 
         Before `run` is traced with an iterator of this spec: a micro-step is
         traced once, and variables are made outside of all traces.
+
+        Raises:
+            ValueError: if a micro-step is not the whole update, and there are
+                variables that are overwritten with their gradient.
         """
         if self._whole:
             self._whole.prepare(element_spec)
         self._spec = element_spec
         # Eager steps need the trace too: it tells how their results look.
         traced = self._trace()
+        self._check_overwritten()
         self._create_variables()
         if self._step.is_incomplete:
             self._step.is_incomplete, self._traced = False, None
@@ -218,6 +224,27 @@ class Window:
                     "eagerly():` before what needs values, as `print` does."
                 )
             raise
+
+    def _check_overwritten(self) -> None:
+        """Refuses what has no mean over micro-steps and replicas."""
+        overwritten = [
+            v.path
+            for t in self.trained
+            for v in t.variables
+            if is_overwritten(v)
+        ]
+        is_plain = not (self._accumulates or self._searches)
+        if overwritten and not (is_plain and self._replicas == 1):
+            raise ValueError(
+                "A model of float8 must make each update from one batch on one "
+                "device, with an optimizer that does not search: what its "
+                "scales are overwritten with has no mean. Received: "
+                f"{overwritten[0]} with gradient_accumulation_steps="
+                f"{self._model.accumulation_schedule}, micro_batch_size="
+                f"{self._model.micro_batch_size}, {self._replicas} replicas, "
+                f"{self.trained[0].optimizer.name}. Use the dtype policy "
+                "'mixed_bfloat16'."
+            )
 
     def _same_for_all(self, element: Any) -> list[tuple]:
         """One element of the stream, or its spec, for each local replica."""
@@ -550,7 +577,9 @@ class Window:
                 of_groups["finite_groups"] = groups.verdicts(
                     gradients, trained.variables
                 )
-            gradients, norm, finite = judged(trained.optimizer, gradients)
+            gradients, norm, finite = judged(
+                trained.optimizer, gradients, trained.variables
+            )
         return of_groups | {
             "gradients": [
                 _cast(g, v.dtype)
