@@ -181,6 +181,39 @@ def test_from_keras_refuses_what_is_no_model():
         tfaccum.Model.from_keras(keras.layers.Dense(1))
 
 
+class WithOwnMetrics(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {}
+
+
+class WithOwnLoss(KerasSubclass):
+    def test_step(self, data):
+        return super().test_step(data)
+
+    def compute_loss(self, *args, **kwargs):
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        (WithOwnLoss, "test_step, compute_loss"),
+        (lambda: dense(WithOwnMetrics), "compute_metrics"),
+    ],
+)
+def test_from_keras_refuses_what_it_would_drop(make, names):
+    with pytest.raises(ValueError, match=f"overrides {names}. .* subclass"):
+        tfaccum.Model.from_keras(make())
+
+
+def test_from_keras_takes_what_is_a_subclass_already():
+    model = dense()
+    wrapped = tfaccum.Model.from_keras(model)
+    assert wrapped.weights[0] is model.weights[0]
+    with pytest.raises(ValueError, match="which overrides train_step"):
+        tfaccum.Model.from_keras(dense(WithOwnStep))
+
+
 @pytest.mark.slow
 def test_model_of_keras_applications_trains():
     application = keras.applications.MobileNetV2(

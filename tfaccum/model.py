@@ -38,6 +38,15 @@ from tfaccum.window import Freeze
 ACCUMULATOR_DTYPES = (None, "float32", "bfloat16", "float64")
 ON_NONFINITE = ("skip", "raise", "apply")
 
+# What a Keras model may override, and `Model.from_keras` could not take over.
+STEPS = (
+    "train_step",
+    "test_step",
+    "predict_step",
+    "compute_loss",
+    "compute_metrics",
+)
+
 
 @keras.saving.register_keras_serializable("tfaccum")
 class Model(HostLoop, keras.Model):
@@ -89,11 +98,26 @@ class Model(HostLoop, keras.Model):
 
         Raises:
             TypeError: if `model` is not a `keras.Model`.
+            ValueError: if its class has a `train_step`, `test_step`,
+                `predict_step`, `compute_loss` or `compute_metrics` of its own.
         """
         if not isinstance(model, keras.Model):
             raise TypeError(
                 "`model` must be a keras.Model. Received: model="
                 f"{model!r} of type {type(model).__name__}."
+            )
+        own = [
+            name
+            for name in STEPS
+            if getattr(type(model), name)
+            not in (getattr(keras.Model, name), getattr(cls, name))
+        ]
+        if own:
+            raise ValueError(
+                "`model` must train as a keras.Model does. Received: model of "
+                f"type {type(model).__name__}, which overrides "
+                f"{', '.join(own)}. Make it a subclass of tfaccum.Model "
+                "instead."
             )
         inputs = getattr(model, "inputs", None)
         if inputs and isinstance(
