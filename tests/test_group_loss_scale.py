@@ -189,6 +189,19 @@ def test_saved_and_loaded_with_its_scales(tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+def test_loaded_where_it_stands_in_a_model_inside(tmp_path):
+    scale = tfaccum.GroupLossScale([["a"]], initial=16.0)
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Dense(1, name="a")(inputs)
+    inner = keras.Model(inputs, scale(outputs, leaves=1, enters=2))
+    model = tfaccum.Model(inputs, inner(inputs))
+    model.compile("sgd", "mse", loss_scale=scale)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.loss_scale is loaded.layers[1].layers[2]
+    assert loaded.loss_scale.scales.numpy() == [16.0]
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [

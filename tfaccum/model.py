@@ -282,7 +282,7 @@ class Model(HostLoop, keras.Model):
         config = keras.saving.deserialize_keras_object(config)
         if isinstance(scale := config.get("loss_scale"), dict):
             config["loss_scale"] = (
-                self.get_layer(scale["layer"])
+                self._group_loss_scale(scale["layer"])
                 if "layer" in scale
                 else LossScale(**scale)
             )
@@ -290,6 +290,14 @@ class Model(HostLoop, keras.Model):
         if self.built:
             with self.distribute_strategy.scope():
                 self.optimizer.build(self.trainable_variables)
+
+    def _group_loss_scale(self, name: str) -> GroupLossScale:
+        """The one of this name, in this model or in one inside of it."""
+        return next(
+            layer
+            for layer in keras_private.all_layers(self)
+            if isinstance(layer, GroupLossScale) and layer.name == name
+        )
 
     # --- One micro-step, in replica context --------------------------------
 
