@@ -4,6 +4,7 @@ One test or more for every function of `tfaccum/keras_private.py`. When a new
 release of Keras fails here, that function has to change, and nothing else.
 """
 
+import pickle
 import threading
 
 import keras
@@ -252,6 +253,19 @@ def test_has_functional_arguments():
     assert found((), {"inputs": inputs, "outputs": inputs, "name": "m"})
     assert not found((), {})
     assert not found((), {"name": "m"})
+
+
+class Named(keras.Model):
+    pass
+
+
+def test_pickle_as():
+    made = type("Named", (Named,), {"__module__": Named.__module__})
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(made())
+    keras_private.pickle_as(made, Named)
+    unpickle, _ = made().__reduce__()
+    assert pickle.loads(pickle.dumps(unpickle)).__self__ is Named
 
 
 def test_forward():

@@ -1,4 +1,5 @@
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -128,6 +129,20 @@ def test_trains_saves_and_loads(maker, tmp_path):
     for m in (model, loaded):
         m.fit(x, y, batch_size=4, verbose=0, shuffle=False)
     np.testing.assert_array_equal(weights(loaded), weights(model))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_pickled(maker):
+    x, y = arrays()
+    model = MAKERS[maker]()
+    model.compile("adam", "mse", gradient_accumulation_steps=2)
+    model.fit(x, y, batch_size=4, verbose=0)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again).__name__ == type(model).__name__
+    assert again.gradient_accumulation_steps == 2
+    for m in (model, again):
+        m.fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    np.testing.assert_array_equal(weights(again), weights(model))
 
 
 def test_functional_use_leaves_the_class_as_it_was():

@@ -213,6 +213,17 @@ keras_loss.reduce_weighted_values = _recording(
 # --- Models ----------------------------------------------------------------
 
 
+def pickle_as(made: type[keras.Model], named: type[keras.Model]) -> None:
+    """Lets models of the class `made` be pickled as those of `named`.
+
+    Keras gives pickle a private method of the class, which pickle looks for
+    under the name of that class; there it finds `named`.
+
+    Source: `KerasSaveable.__reduce__`.
+    """
+    made._unpickle_model = named._unpickle_model
+
+
 def forward(model: keras.Model, x: Any, training: bool) -> Any:
     """Calls the model as Keras' own steps do.
 

@@ -521,6 +521,7 @@ def _functional_class(cls: type[Model]) -> type[Model]:
         (cls, keras_private.FunctionalModel),
         {"__module__": cls.__module__, "__doc__": cls.__doc__},
     )
+    keras_private.pickle_as(functional, cls)
     registered = keras.saving.get_registered_name(cls)
     if registered != cls.__name__:
         package, name = registered.split(">")
