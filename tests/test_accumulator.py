@@ -56,6 +56,26 @@ def test_a_bad_or_empty_window_changes_nothing_and_is_forgotten():
     np.testing.assert_array_equal(w.numpy(), [0.0, 1.0])
 
 
+def test_an_optimizer_that_accumulates_by_itself_is_refused():
+    w = keras.Variable([1.0])
+    accumulator = tfaccum.GradientAccumulator([w])
+    accumulator.add([tf.constant([1.0])])
+    with pytest.raises(ValueError, match="must not be set. Received: .*=2"):
+        accumulator.apply(
+            keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+        )
+    with pytest.raises(TypeError, match="Received: optimizer='sgd'"):
+        accumulator.apply("sgd")
+
+
+def test_an_optimizer_from_outside_the_strategy_is_refused():
+    optimizer = keras.optimizers.SGD(1.0)
+    with tfaccum.make_strategy(["CPU:0", "CPU:1"]).scope():
+        accumulator = tfaccum.GradientAccumulator([keras.Variable([1.0])])
+        with pytest.raises(ValueError, match="Received: optimizer=sgd made un"):
+            accumulator.apply(optimizer)
+
+
 def test_none_and_sparse_gradients():
     table = keras.Variable(np.zeros((5, 2), "float32"))
     other = keras.Variable(np.zeros(3, "float32"))

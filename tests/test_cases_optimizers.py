@@ -292,6 +292,14 @@ def test_N1_a_run_of_its_goes_on(tmp_path):
     assert run(tfaccum.Checkpoint(tmp_path)) == expected[3:]
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_N1_it_is_made_under_the_strategy_of_the_model(eager):
+    model = own(2, run_eagerly=eager)
+    model.own = keras.optimizers.SGD(1.0)
+    with pytest.raises(ValueError, match="Received: optimizer=sgd.* made und"):
+        toy.fit(model, toy.batches([1, 2]))
+
+
 def test_N1_a_callback_begins_with_its_updates():
     class Made(callbacks.UpdateCallback):
         def on_train_batch_end(self, batch, logs=None):

@@ -381,8 +381,15 @@ class GradientAccumulator:
             Scalar bool: whether the update was made.
 
         Context: cross-replica.
+
+        Raises:
+            TypeError: if `optimizer` is not a Keras optimizer.
+            ValueError: if it accumulates by itself, or is a MultiOptimizer.
+            ValueError: if it was made outside the strategy.
         """
         strategy = tf.distribute.get_strategy()
+        update.check_optimizer(optimizer)
+        update.check_home(optimizer, strategy)
         with strategy.scope():
             update.build_optimizer(optimizer, self._variables)
 

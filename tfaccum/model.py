@@ -430,6 +430,8 @@ class Model(HostLoop, keras.Model):
         Raises:
             RuntimeError: outside `train_step`, or twice for one optimizer.
             ValueError: if `loss` is not a scalar.
+            ValueError: if the optimizer accumulates by itself, or was not
+                made under the model's strategy.
             ValueError: if the optimizer is a `tfaccum.AdamA`, and the model
                 compiled with what excludes it.
             ValueError: if no variable has a gradient.
@@ -444,6 +446,7 @@ class Model(HostLoop, keras.Model):
             optimizer = self.optimizer
         else:
             check_optimizer(optimizer)
+            check_home(optimizer, self.distribute_strategy)
             check_absorbing(optimizer, self)
         if variables is None:
             variables = self.trainable_variables
