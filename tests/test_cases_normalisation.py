@@ -376,6 +376,29 @@ def test_A7_different_divisors_are_refused(replicas, accumulation, eager):
     assert iterations_of(model) == 0
 
 
+@pytest.mark.parametrize(
+    "replicas, accumulation",
+    [
+        (1, {"gradient_accumulation_steps": 2}),
+        (1, {"micro_batch_size": 1}),
+        (2, {}),
+    ],
+)
+def test_A7_a_batch_of_evaluation_is_one_micro_step_if_uncut(
+    replicas, accumulation
+):
+    """Means of 3 and 2.5 in two rows, of 9 and 5.5 in one."""
+    model = two_outputs(replicas, **accumulation)
+    model.set_weights([np.ones([1, 1]), np.ones([1, 1])])
+    data = two_inputs(*A7_PARTS)
+    if "gradient_accumulation_steps" in accumulation:
+        loss, *_ = model.evaluate(data, verbose=0)
+        assert loss == pytest.approx((2 * 5.5 + 14.5) / 3)
+    else:
+        with pytest.raises(ValueError, match=REFUSED):
+            model.evaluate(data, verbose=0)
+
+
 def test_A7_different_divisors_are_exact_in_one_micro_step():
     model = two_outputs()
     model.fit(two_inputs(A7_PARTS[0]), verbose=0)

@@ -17,6 +17,7 @@ from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import OneBatch, Source
 from tfaccum.micro_batches import NO_MORE_DATA, next_elements, once_per_spec
+from tfaccum.micro_step import is_training
 from tfaccum.schedule import AccumulationSchedule
 from tfaccum.sparse import TableSum
 from tfaccum.window import Freeze, Update, Window
@@ -103,9 +104,12 @@ class Functions:
 
     @property
     def is_single_micro_step(self) -> bool:
-        """Whether a window is one micro-step on one replica."""
+        """Whether the window that runs is one micro-step on one replica."""
+        accumulates = self.micro_batch_size is not None
+        if is_training():
+            accumulates = self._accumulates()
         replicas = strategies.num_replicas(self.distribute_strategy)
-        return replicas == 1 and not self._accumulates()
+        return replicas == 1 and not accumulates
 
     def _accumulates(self) -> bool:
         return (
