@@ -131,6 +131,18 @@ def test_trains_saves_and_loads(maker, tmp_path):
     np.testing.assert_array_equal(weights(loaded), weights(model))
 
 
+def test_saving_to_hdf5_warns_of_what_is_loaded(tmp_path):
+    x, _ = arrays()
+    model = dense()
+    with pytest.warns(UserWarning, match="plain Keras .*filepath=.*model.h5"):
+        model.save(tmp_path / "model.h5")
+    loaded = keras.saving.load_model(tmp_path / "model.h5")
+    assert not isinstance(loaded, tfaccum.Model)
+    np.testing.assert_array_equal(loaded(x), model(x))
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        model.save(tmp_path / "model.keras")
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_pickled(maker):
     x, y = arrays()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -249,6 +250,17 @@ class Model(HostLoop, keras.Model):
         self.overrides_train_step = (
             type(self).train_step is not Model.train_step
         )
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Keras; warns where a plain Keras model would be loaded."""
+        if str(filepath).endswith((".h5", ".hdf5")):
+            warnings.warn(
+                "An HDF5 file is loaded as a plain Keras model, which does not "
+                f"accumulate. Received: filepath={filepath}. Save the model as "
+                "a .keras file, or its weights with `save_weights`.",
+                stacklevel=2,
+            )
+        super().save(filepath, *args, **kwargs)
 
     def get_compile_config(self) -> dict[str, Any]:
         """As in Keras, with the arguments of `compile` added here."""
