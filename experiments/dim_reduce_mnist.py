@@ -18,7 +18,7 @@ variable TFACCUM_TEST_DATA may name it instead.
 Printed are, for each way to go on, the mean loss of the last updates (50 of
 128 examples, or 7 of 1,024), loss and accuracy on the test set, how many
 updates made a step in the subspace, the forward and backward passes of 32
-examples, and the time.
+examples, and the time; with `--plot=FILE` a plot of the losses.
 
 | accuracy on the test set | expected | measured |
 |---|---|---|
@@ -162,7 +162,7 @@ def main():
     parser.add_argument(
         "--data_dir", default=os.environ.get("TFACCUM_TEST_DATA")
     )
-    parser.add_argument("--plot", default="dim_reduce.png")
+    parser.add_argument("--plot", help="where to draw it")
     parser.add_argument("--every", type=int, default=10, help="recorded")
     parser.add_argument("--components", type=int, default=32)
     flags = parser.parse_args()
@@ -210,7 +210,8 @@ def main():
             model, name, test, flags.data_dir, seed=1, larger=larger
         )
     print(f"\n{basis}, found in {seconds:.1f} s")
-    plot(first, others, flags.plot)
+    if flags.plot:
+        plot(first, others, flags.plot)
 
 
 if __name__ == "__main__":
