@@ -11,9 +11,12 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks.models import CASES
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 PLOT = ROOT / "docs" / "performance.png"
+GPU = "python -m benchmarks.gpu"
 
 WHO = {
     "window": "tfaccum, K = 8",
@@ -115,15 +118,22 @@ def step_time(rows, what="step_time"):
                 ]
             ],
         )
-        command = "python -m benchmarks.step_time" + " --jit" * jit
-        if what != "step_time":
-            command = "python -m benchmarks.gpu"
+        command = _command(of_kind) if what == "step_time" else GPU
         yield from source(command, first)
         yield ""
         yield _sizes(of_kind)
         yield ""
     yield from _by_micro_batch(_not_compiled(rows, "steps"))
     yield from _by_steps(_not_compiled(rows, "micro_batch"))
+
+
+def _command(rows):
+    """What prints these rows, with its models where they are not all."""
+    models = [row["model"] for row in rows]
+    flags = ["--jit"] * rows[0]["jit"]
+    if set(models) != set(CASES):
+        flags += [f"--model={model}" for model in models]
+    return " ".join(["python -m benchmarks.step_time", *flags])
 
 
 def _not_compiled(rows, same):
@@ -390,7 +400,7 @@ def gpu(rows):
                 for row in replicas
             ],
         )
-        yield from source("python -m benchmarks.gpu", replicas[0])
+        yield from source(GPU, replicas[0])
 
 
 def input_wait(rows):

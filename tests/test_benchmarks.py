@@ -333,6 +333,41 @@ def test_tables_are_markdown():
     ]
 
 
+@pytest.mark.parametrize(
+    "jit, models, command",
+    [
+        (False, [*CASES], "step_time"),
+        (True, [*CASES], "step_time --jit"),
+        (False, ["mlp"], "step_time --model=mlp"),
+        (True, ["mlp", "cnn"], "step_time --jit --model=mlp --model=cnn"),
+    ],
+)
+def test_the_command_names_the_models_of_its_table(jit, models, command):
+    row = {
+        "what": "step_time",
+        "jit": jit,
+        "is_usual": True,
+        "micro_batch": 8,
+        "steps": 8,
+        "ms": {"window": [2, 1, 3]},
+        "cpu_ms": {"window": [2, 1, 3]},
+        "comparisons": [],
+        "by_hand": {"ratio": [1, 1, 1], "cpu_ratio": [1, 1, 1], "target": None},
+        "parameters": 1,
+        "updates": 1,
+        "rounds": 1,
+        "threads": 2,
+        "torch": {"skipped": "not asked for"},
+        **dict.fromkeys(FROM, "here"),
+    }
+    text = "\n".join(
+        performance_report.step_time(
+            [row | {"model": model} for model in models]
+        )
+    )
+    assert f"`python -m benchmarks.{command}`, commit here" in text
+
+
 @pytest.mark.slow
 def test_lines_of_a_gpu_become_text():
     step = printed("step_time")["step_time"]
