@@ -331,7 +331,7 @@ def apply_update(
         if combine_changes:
             strategy.run(_combine, args=(combine_changes, before, variables))
     if optimizer.use_ema:
-        strategy.run(_move_averages, args=(optimizer,))
+        strategy.run(_move_averages, args=(optimizer, variables))
 
 
 def _values(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
@@ -357,12 +357,16 @@ def _combine(
         variable.assign(value)
 
 
-def _move_averages(optimizer: keras.optimizers.Optimizer) -> None:
+def _move_averages(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> None:
     """Keras' moving average of the weights, moved after the constraints.
 
     Keras moves it before them, so that it averages values that were never
-    used. Without constraints the two are the same, to the bit.
+    used. Without constraints the two are the same, to the bit. All averages
+    move; only `variables`, those that train, are overwritten with theirs.
     """
+    trained = {id(variable) for variable in variables}
     first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 1)
     frequency = optimizer.ema_overwrite_frequency
     for variable, average in keras_private.moving_averages(optimizer):
@@ -376,7 +380,7 @@ def _move_averages(optimizer: keras.optimizers.Optimizer) -> None:
             momentum * tf.convert_to_tensor(average) + (1 - momentum) * value
         )
         average.assign(moved)
-        if frequency:
+        if frequency and id(variable) in trained:
             due = tf.equal(
                 tf.convert_to_tensor(optimizer.iterations) % frequency, 0
             )

@@ -277,6 +277,32 @@ def assert_others_keep_their_bits(seen, groups):
         np.testing.assert_array_equal(before == after, [same, same])
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averages_go_on_and_overwrite_only_what_trains(replicas):
+    """Every other update ends with weights that are their averages."""
+    model = model_of(
+        replicas,
+        optimizer=lambda: keras.optimizers.SGD(
+            RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+        ),
+    )
+    seen = toy.fit(model, toy.batches(*XS[:8]))
+    w, average, kept = START.copy(), None, []
+    for i, group in enumerate([0, 0, 1, 2] * 2):
+        on = slice(3 * group, None)
+        w[on] -= RATE * np.mean(XS[i]) * (w.prod() / w)[on]
+        average = w.copy() if i == 0 else (average + w) / 2
+        if i % 2:
+            w[on] = average[on]
+        np.testing.assert_allclose(seen.weights[i], w, rtol=2e-6)
+        state = seen.optimizer_states[i][2:]
+        np.testing.assert_allclose(np.ravel(state), average, rtol=2e-6)
+        if group:
+            before, after = (seen.weights[j][: 3 * group] for j in (i - 1, i))
+            kept.append(before == after)
+    assert kept == [True] * 4
+
+
 def test_several_windows_in_a_call():
     """A call ends where the group changes."""
     how = {"gradient_accumulation_steps": 2}
