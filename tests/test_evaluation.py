@@ -96,6 +96,14 @@ def test_data_that_end_too_early_are_said(replicas):
         model.fit(data, validation_data=data, validation_steps=3, verbose=0)
 
 
+def test_data_without_batches_are_said():
+    model = toy.toy()
+    with pytest.warns(UserWarning, match="no batches: no update") as found:
+        model.fit(toy.batches([1]).take(0), verbose=0)
+    assert len(found) == 1
+    assert toy.iterations_of(model) == 0
+
+
 def test_data_without_a_known_size_may_end_where_they_do():
     """No warning of windows behind the end, or of a length that was counted."""
     model = toy.toy(

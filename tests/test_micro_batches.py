@@ -41,11 +41,14 @@ def elements(stream, strategy):
 
 def both_ways(batch, strategy, size):
     """The parts of a batch, by itself and as a dataset's only one."""
-    dataset = micro_batches.any_number_of_rows(batch)
+    spec = micro_batches.spec_of_any_rows(batch)
+    dataset = micro_batches.dataset_of(batch, spec)
     return [
         elements(stream, strategy)
         for stream in (
-            micro_batches.batch_stream(batch, strategy, micro_batch_size=size),
+            micro_batches.batch_stream(
+                batch, spec, strategy, micro_batch_size=size
+            ),
             micro_batches.micro_batch_stream(
                 dataset, strategy, micro_batch_size=size
             ),
@@ -97,7 +100,8 @@ def test_what_is_cut_by_numpy_is_what_a_hand_cuts():
     ],
 )
 def test_a_batch_of_any_leaves_leaves_its_rows_open(batch):
-    dataset = micro_batches.any_number_of_rows(batch)
+    spec = micro_batches.spec_of_any_rows(batch)
+    dataset = micro_batches.dataset_of(batch, spec)
     for spec in tf.nest.flatten(dataset.element_spec):
         assert spec.shape[0] is None
     (found,) = dataset
@@ -260,3 +264,53 @@ def test_ragged_rows_of_any_width_train(replicas, how):
         model.compile(keras.optimizers.SGD(1.0), **how)
     model.fit(data, verbose=0)
     assert toy.value_of(model, model.w) == pytest.approx(-(1 + 2 + 3) / 3)
+
+
+def test_axes_that_differ_are_left_open():
+    specs = micro_batches.CommonSpecs()
+
+    def shapes(*batch):
+        return [spec.shape.as_list() for spec in specs.of(batch)]
+
+    x = tf.zeros
+    assert shapes(x([2, 5, 3]), x([2])) == [[None, 5, 3], [None]]
+    assert shapes(x([7, 5, 3]), x([7])) == [[None, 5, 3], [None]]
+    assert shapes(x([2, 8, 3]), x([2])) == [[None, None, 3], [None]]
+    assert shapes(x([2, 5, 3]), x([2])) == [[None, None, 3], [None]]
+    # Of another dtype, rank or structure: of its own.
+    assert shapes(x([2, 5, 3])) == [[None, 5, 3]]
+    assert shapes(x([2, 5, 3]), x([2], tf.int32)) == [[None, 5, 3], [None]]
+    assert shapes(x([2, 5]), x([2])) == [[None, 5], [None]]
+    ragged = specs.of(tf.ragged.constant([[1], [1, 2]]))
+    assert ragged == tf.RaggedTensorSpec([None, None], tf.int32, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_batches_of_many_lengths_are_traced_twice(replicas):
+    """A trace of the first length, and one for all that follow."""
+    traces = []
+
+    class Traced(tfaccum.Model):
+        def train_step(self, data):
+            traces.append("train")
+            return super().train_step(data)
+
+        def predict_step(self, data):
+            traces.append("predict")
+            return super().predict_step(data)
+
+    def layers():
+        return [keras.layers.GlobalAveragePooling1D(), toy.scalar()]
+
+    model = toy.toy(
+        replicas, layers=layers, shape=(None, 1), model_class=Traced
+    )
+    w = 0.0
+    for length in (2, 3, 5, 3, 8):
+        x = np.float32(np.arange(4 * length)).reshape(4, length, 1)
+        model.train_on_batch(x, x[:, 0])
+        w -= x.mean()
+        assert toy.weight_of(model) == pytest.approx(w)
+        found = model.predict_on_batch(x)
+        np.testing.assert_allclose(found, w * x.mean(1), rtol=1e-5)
+    assert traces.count("train") == traces.count("predict") == 2 * replicas

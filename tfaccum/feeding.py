@@ -18,9 +18,9 @@ from tfaccum import strategy as strategies
 from tfaccum.arrays import ArrayEpochs, are_plain, integer
 from tfaccum.micro_batches import (
     NO_MORE_DATA,
-    any_number_of_rows,
     batch_spec,
     batch_stream,
+    dataset_of,
     micro_batch_stream,
     next_elements,
     num_rows,
@@ -70,9 +70,11 @@ class OneBatch:
 
     Attributes:
         tensors: nest with the rows first, the same on every worker.
+        spec: of these and of others that are served by the same graphs.
     """
 
     tensors: Any
+    spec: Any
 
 
 class Source:
@@ -139,7 +141,7 @@ class Source:
         elif isinstance(x, OneBatch):
             self.is_share = False
             self._batch = None if holds else x
-            dataset = any_number_of_rows(x.tensors)
+            dataset = dataset_of(x.tensors, x.spec)
         elif callable(x) and not isinstance(x, tf.data.Dataset):
             dataset = x(
                 tf.distribute.InputContext(
@@ -481,6 +483,7 @@ class Source:
         if self._batch is not None:
             return batch_stream(
                 self._batch.tensors,
+                self._batch.spec,
                 self._strategy,
                 micro_batch_size=self._micro_batch_size,
             )

@@ -16,7 +16,12 @@ from tfaccum.adasum import AdaSum
 from tfaccum.auto_micro_batch import MicroBatchSearch
 from tfaccum.exponents import NUM_BINS, Exponents
 from tfaccum.feeding import OneBatch, Source
-from tfaccum.micro_batches import NO_MORE_DATA, next_elements, once_per_spec
+from tfaccum.micro_batches import (
+    NO_MORE_DATA,
+    CommonSpecs,
+    next_elements,
+    once_per_spec,
+)
 from tfaccum.micro_step import is_training
 from tfaccum.schedule import AccumulationSchedule
 from tfaccum.sparse import TableSum
@@ -400,7 +405,12 @@ class Functions:
         """The source whose one batch is this one."""
         batch = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         batch = keras.tree.map_structure(_as_tensor, batch)
-        return self._make_source(OneBatch(batch), holds=holds)
+        spec = self._batch_specs.of(batch)
+        return self._make_source(OneBatch(batch, spec), holds=holds)
+
+    @functools.cached_property
+    def _batch_specs(self) -> CommonSpecs:
+        return CommonSpecs()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

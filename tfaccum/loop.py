@@ -261,7 +261,9 @@ class HostLoop(Evaluation):
 
     def _say_if_windows_are_short(self, source: Source) -> None:
         steps, batches = self.accumulation_schedule.at(0), source.num_batches
-        if batches is not None and batches < steps:
+        if batches == 0:
+            self._warn_once("The data have no batches: no update is made.")
+        elif batches is not None and batches < steps:
             self._warn_once(
                 f"`gradient_accumulation_steps` is {steps}, but an epoch has "
                 f"only {batches} dataset batches: each epoch makes one update "

@@ -66,6 +66,7 @@ def micro_batch_stream(
 
 def batch_stream(
     batch: Any,
+    spec: Any,
     strategy: tf.distribute.Strategy,
     *,
     micro_batch_size: int | None = None,
@@ -74,6 +75,7 @@ def batch_stream(
 
     Args:
         batch: nest of tensors with the rows first, the same on every worker.
+        spec: of it and of others like it, such as `spec_of_any_rows`.
         strategy: as there.
         micro_batch_size: as there.
     """
@@ -82,14 +84,13 @@ def batch_stream(
     return _made(
         _stream_of_batch,
         batch,
-        _spec_of_any_rows(batch),
+        spec,
         (*place, replicas, micro_batch_size),
     )
 
 
-def any_number_of_rows(batch: Any) -> tf.data.Dataset:
-    """A dataset of this one batch, whose spec leaves the rows open."""
-    spec = _spec_of_any_rows(batch)
+def dataset_of(batch: Any, spec: Any) -> tf.data.Dataset:
+    """A dataset of this one batch, with a spec that others have too."""
     return _made(tf.data.Dataset.from_tensors, batch, spec)
 
 
@@ -255,7 +256,7 @@ def batch_spec(dataset: tf.data.Dataset) -> Any:
     return tf.nest.map_structure(open_rows, dataset.element_spec)
 
 
-def _spec_of_any_rows(batch: Any) -> Any:
+def spec_of_any_rows(batch: Any) -> Any:
     """The spec of batches like this one, with any number of rows."""
 
     def of(leaf: Any) -> Any:
@@ -270,6 +271,48 @@ def _spec_of_any_rows(batch: Any) -> Any:
         return type(spec)(shape, spec.dtype)
 
     return tf.nest.map_structure(of, batch)
+
+
+class CommonSpecs:
+    """Specs of batches, with axes left open where these have differed.
+
+    A graph for each length of a sequence would take seconds each.
+    """
+
+    def __init__(self) -> None:
+        self._specs: list[Any] = []
+
+    def of(self, batch: Any) -> Any:
+        """One for this batch and for all like it so far."""
+        spec = spec_of_any_rows(batch)
+        for index, known in enumerate(self._specs):
+            if (common := _common(known, spec)) is not None:
+                self._specs[index] = common
+                return common
+        self._specs.append(spec)
+        return spec
+
+
+def _common(one: Any, other: Any) -> Any:
+    """The spec of what has either of these; None if there is none.
+
+    Axes that differ are open in it.
+    """
+    try:
+        tf.nest.assert_same_structure(one, other, expand_composites=False)
+    except (TypeError, ValueError):
+        return None
+    leaves = [
+        a if a == b else a.most_specific_common_supertype([b])
+        for a, b in zip(
+            tf.nest.flatten(one), tf.nest.flatten(other), strict=True
+        )
+    ]
+    for leaf in leaves:
+        scalar = tf.TensorShape([])  # Of a spec without a shape.
+        if leaf is None or getattr(leaf, "shape", scalar).rank is None:
+            return None
+    return tf.nest.pack_sequence_as(one, leaves)
 
 
 def _leaves(batch: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfaccum import feeding, keras_private, loss_scale
-from tfaccum.micro_batches import any_number_of_rows
+from tfaccum.micro_batches import dataset_of, spec_of_any_rows
 from tfaccum.model import Model
 
 Values = list[np.ndarray]
@@ -281,7 +281,7 @@ def _after_one_update(
     batches: WindowBatches,
 ) -> Values:
     """Weights after one window of exactly these batches."""
-    parts = [any_number_of_rows(batch) for batch in batches]
+    parts = [dataset_of(b, spec_of_any_rows(b)) for b in batches]
     dataset = functools.reduce(tf.data.Dataset.concatenate, parts)
     # Its thread would be waited for, for seconds, when an iterator is deleted.
     options = tf.data.Options()
