@@ -425,8 +425,9 @@ class Model(HostLoop, keras.Model):
     ) -> None:
         """Hands the gradient of one micro-batch to the window.
 
-        The window adds it up, applies it once with all others, and scales and
-        unscales the loss by itself.
+        The window adds it up, applies it once with all others, and scales,
+        unscales and logs the loss by itself: nothing that the step adds to
+        the metric "loss" counts.
 
         Args:
             tape: which has recorded `loss`.
