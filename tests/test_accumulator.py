@@ -72,7 +72,7 @@ def test_an_optimizer_from_outside_the_strategy_is_refused():
     optimizer = keras.optimizers.SGD(1.0)
     with tfaccum.make_strategy(["CPU:0", "CPU:1"]).scope():
         accumulator = tfaccum.GradientAccumulator([keras.Variable([1.0])])
-        with pytest.raises(ValueError, match="Received: optimizer=sgd made un"):
+        with pytest.raises(ValueError, match="optimizer=(sgd|SGD) made un"):
             accumulator.apply(optimizer)
 
 
