@@ -216,7 +216,7 @@ class Window:
             return self._traced.get_concrete_function(
                 self._same_for_all(self._spec)
             )
-        except Exception as error:
+        except (AttributeError, NotImplementedError, TypeError) as error:
             if self._model.run_eagerly:
                 error.add_note(
                     "A step is traced once with `run_eagerly=True` too, to "
