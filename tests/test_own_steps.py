@@ -19,17 +19,14 @@ class Guide(tfaccum.Model):
             y_pred = self(x, training=True)
             loss = self.compute_loss(y=y, y_pred=y_pred)
         self.accumulate(tape, loss, weight=tf.shape(x)[0])
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-            else:
-                metric.update_state(y, y_pred)
-        return {m.name: m.result() for m in self.metrics}
+        return self.updated(y, y_pred, loss)
 
     def test_step(self, data):
         x, y = data
         y_pred = self(x, training=False)
-        loss = self.compute_loss(y=y, y_pred=y_pred)
+        return self.updated(y, y_pred, self.compute_loss(y=y, y_pred=y_pred))
+
+    def updated(self, y, y_pred, loss):
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss)

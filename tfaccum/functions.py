@@ -110,9 +110,8 @@ class Functions:
     @property
     def is_single_micro_step(self) -> bool:
         """Whether the window that runs is one micro-step on one replica."""
-        accumulates = self.micro_batch_size is not None
-        if is_training():
-            accumulates = self._accumulates()
+        is_cut = self.micro_batch_size is not None
+        accumulates = self._accumulates() if is_training() else is_cut
         replicas = strategies.num_replicas(self.distribute_strategy)
         return replicas == 1 and not accumulates
 

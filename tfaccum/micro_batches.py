@@ -25,6 +25,8 @@ NO_MORE_DATA = -1
 # Rows that are counted where the element is used: a function of tf.data for
 # each element would cost more than a small micro-step does.
 _UNCOUNTED = -2
+# Of a component of a batch that is None.
+_NONE = tf.type_spec_from_value(None)
 
 
 def micro_batch_stream(
@@ -229,8 +231,7 @@ def is_absent(spec: Any) -> bool:
 
     An empty Optional as Keras' adapters make it, or None itself in a dataset.
     """
-    none = tf.type_spec_from_value(None)
-    return isinstance(spec, tf.OptionalSpec) or spec == none
+    return isinstance(spec, tf.OptionalSpec) or spec == _NONE
 
 
 def without_optionals(data: Any) -> Any:

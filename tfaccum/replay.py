@@ -46,7 +46,7 @@ class Replay:
             replay = this()
             return iter(()) if replay is None else replay.read(reading, first)
 
-        present = [spec for spec in _leaves(self._spec) if _is_present(spec)]
+        present = [spec for spec in _leaves(self._spec) if not is_absent(spec)]
         tensors = tf.data.Dataset.from_generator(
             read,
             output_signature=tuple(
@@ -59,7 +59,7 @@ class Replay:
                 tf.nest.pack_sequence_as(present, flat, expand_composites=True)
             )
             leaves = [
-                next(found) if _is_present(spec) else _absent(spec)
+                _absent(spec) if is_absent(spec) else next(found)
                 for spec in _leaves(self._spec)
             ]
             return tf.nest.pack_sequence_as(self._spec, leaves)
@@ -92,16 +92,12 @@ class Replay:
                 batch = self._held[position - self._first]
             position += 1
             leaves = zip(_leaves(self._spec), _leaves(batch), strict=True)
-            present = [leaf for spec, leaf in leaves if _is_present(spec)]
+            present = [leaf for spec, leaf in leaves if not is_absent(spec)]
             yield tuple(tf.nest.flatten(present, expand_composites=True))
 
 
 def _leaves(nest: Any) -> list[Any]:
     return tf.nest.flatten(nest)
-
-
-def _is_present(spec: Any) -> bool:
-    return not is_absent(spec)
 
 
 def _absent(spec: Any) -> Any:

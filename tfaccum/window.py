@@ -266,12 +266,11 @@ class Window:
                 any does, the window leaves no trace on any.
 
         Returns:
-            (logs, row, exponents, more, stopped): float32 [sum of
-            the sizes of log_shapes],
-            float64 [num_fields] (an `Update`; in evaluation the number of
-            examples), float32 [variables, NUM_BINS] (no variables unless they
-            are asked for), whether any worker has data left, and whether any
-            has stopped (bool scalars).
+            (logs, row, exponents, more, stopped): float32 [sum of the sizes
+            of `log_shapes`], float64 [num_fields] (an `Update`; in evaluation
+            the number of examples), float32 [variables, NUM_BINS] (no
+            variables unless they are asked for), whether any worker has data
+            left, and whether any has stopped (bool scalars).
 
         Context: cross-replica.
         """
@@ -301,8 +300,7 @@ class Window:
         row = [*self._row(reduced), *self._culprit(finite, found)]
         if self._trains:
             row.append(wait)
-        if self._accumulates:
-            run(self.sums.reset)
+        self._reset_sums()
         for index, of_optimizer in enumerate(
             zip(reduced["gradients"], results, strict=True)
         ):
