@@ -434,9 +434,9 @@ class Source:
         """Reads past batches; returns how many, and whether the data ended."""
         done, has_more = 0, True
         while done < batches and has_more:
-            rows, last, *_ = next_elements(self._iterator, self._strategy)
+            rows, ends, *_ = next_elements(self._iterator, self._strategy)
             has_more = int(rows[0]) != NO_MORE_DATA
-            if has_more and bool(last[0]):
+            if has_more and bool(ends[0]):
                 done += 1
                 self.let_go(1)
         return done, not agreement.any_worker(self._strategy, has_more)

@@ -376,11 +376,11 @@ class Functions:
             return traced.get_concrete_function([spec] * replicas)
 
         def predict_function(source: Source) -> tuple[bool, Any] | None:
-            rows, last, _, data = draw(source.iterator)
+            rows, ends, _, data = draw(source.iterator)
             if int(rows[0]) == NO_MORE_DATA:
                 return None
             _, spec = source.element_spec
-            return bool(last[0]), call_for(spec)(list(data))
+            return bool(ends[0]), call_for(spec)(list(data))
 
         self.predict_function = predict_function
 

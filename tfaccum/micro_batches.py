@@ -1,14 +1,14 @@
 """A dataset's batches as micro-batches: one element per replica and step.
 
-    ((rows, last, total), data)
+    ((rows, ends, total), data)
 
 `rows` (int32) counts the examples of this element, or is left for
-`next_elements` to count; `last` (bool) says that the micro-step ends a dataset
-batch; `total` (int32) counts the examples of that batch on this worker. After
-the last batch the stream goes on for ever with elements of `rows`
-= -1: an endless dataset needs no question to the other workers whether they
-still have data, and a worker that has run out still takes part in the last
-update, with weight zero.
+`next_elements` to count; `ends` (int32) counts the dataset batches that end
+with the micro-step, 0 or 1; `total` (int32) counts the examples of its batch on
+this worker. After the last batch the stream goes on for ever with elements of
+`rows` = -1 that end more batches than anyone asks for: an endless dataset needs
+no question to the other workers whether they still have data, and a worker that
+has run out still takes part in the last update, with weight zero.
 """
 
 import functools
@@ -22,9 +22,10 @@ from tfaccum import keras_private
 from tfaccum import strategy as strategies
 
 NO_MORE_DATA = -1
-# Rows that are counted where the element is used: a function of tf.data for
-# each element would cost more than a small micro-step does.
-_UNCOUNTED = -2
+# More than there are: so many batches end behind the data, and of so many rows
+# those that there are are counted where the element is used. A function of
+# tf.data for each element would cost more than a small micro-step does.
+_ALL = tf.int32.max
 # Of a component of a batch that is None.
 _NONE = tf.type_spec_from_value(None)
 
@@ -182,7 +183,7 @@ def _stream_of_batch(
 
 def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Each batch as one micro-step of the only replica."""
-    counts = _counts(_UNCOUNTED, True, _UNCOUNTED)
+    counts = _counts(_ALL, 1, _ALL)
     return tf.data.Dataset.zip(_always(counts), dataset)
 
 
@@ -200,26 +201,24 @@ def _endless(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
 def next_elements(
     iterator: Any, strategy: tf.distribute.Strategy
 ) -> tuple[tuple, tuple, tuple, tuple]:
-    """The next micro-step's (rows, last, total, data).
+    """The next micro-step's (rows, ends, total, data).
 
     Each is a tuple over the replicas of this worker.
     """
     replicas = strategies.num_local_replicas(strategy)
     counts, data = zip(*(next(iterator) for _ in range(replicas)), strict=True)
-    rows, last, total = zip(*counts, strict=True)
-
-    def counted(numbers: tuple) -> tuple:
-        # What is not counted is a whole batch.
-        return tuple(
-            tf.where(number == _UNCOUNTED, num_rows(batch), number)
-            for number, batch in zip(numbers, data, strict=True)
-        )
-
-    return counted(rows), last, counted(total), data
+    rows, ends, total = zip(*counts, strict=True)
+    there = [num_rows(batch) for batch in data]
+    # What is not counted is a whole batch.
+    totals = [
+        tf.where(number == _ALL, all_rows, number)
+        for number, all_rows in zip(total, there, strict=True)
+    ]
+    return tuple(map(tf.minimum, rows, there)), ends, tuple(totals), data
 
 
-def _counts(rows: Any, last: Any, total: Any) -> tuple:
-    return tf.constant(rows), tf.constant(last), tf.constant(total)
+def _counts(rows: int, ends: int, total: int) -> tuple:
+    return tf.constant(rows), tf.constant(ends), tf.constant(total)
 
 
 def _always(element: Any) -> tf.data.Dataset:
@@ -398,7 +397,7 @@ def _cut(
     counts = tf.data.Dataset.from_tensor_slices(
         (
             bounds[1:] - bounds[:-1],
-            index[:-1] // replicas == steps - 1,
+            tf.cast(index[:-1] // replicas == steps - 1, tf.int32),
             tf.fill([parts], rows),
         )
     )
@@ -461,4 +460,4 @@ def nothing(element_spec: Any) -> Any:
 
     _, data_spec = element_spec
     data = tf.nest.map_structure(zeros, data_spec, expand_composites=False)
-    return _counts(NO_MORE_DATA, True, 0), data
+    return _counts(NO_MORE_DATA, _ALL, 0), data

@@ -226,12 +226,12 @@ def float16_scale(peak: tf.Tensor) -> tf.Tensor:
 
 def global_norm(gradients: Sequence[Gradient]) -> tf.Tensor:
     """The L2 norm over all gradients, scalar float32 or wider."""
-    squares = [
-        2.0 * tf.nn.l2_loss(tf.cast(values(g), accumulator_dtype(g.dtype)))
+    halves = [
+        tf.nn.l2_loss(tf.cast(values(g), accumulator_dtype(g.dtype)))
         for g in gradients
     ]
-    widest = max((s.dtype for s in squares), key=lambda dtype: dtype.size)
-    return tf.sqrt(tf.add_n([tf.cast(s, widest) for s in squares]))
+    widest = max((h.dtype for h in halves), key=lambda dtype: dtype.size)
+    return tf.sqrt(2.0 * tf.add_n([tf.cast(h, widest) for h in halves]))
 
 
 def all_finite(gradients: Sequence[Gradient], norm: tf.Tensor) -> tf.Tensor:

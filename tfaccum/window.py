@@ -336,17 +336,15 @@ class Window:
         """
         peels = int(self._peels)
 
-        def body(
-            done: tf.Tensor, _: tf.Tensor, waited: tf.Tensor, kept: list
-        ) -> tuple:
-            last, more, wait, found, elements = self._next(iterator)
+        def body(left: tf.Tensor, waited: tf.Tensor, kept: list) -> tuple:
+            ends, _, wait, found, elements = self._next(iterator)
             self._strategy.run(self.sums.add, args=(found,))
             if kept:
                 had_rows = tf.reduce_any([rows > 0 for rows, *_ in elements])
                 kept = tf.cond(
                     had_rows, lambda: _flat(elements), lambda: list(kept)
                 )
-            return done + tf.cast(last, tf.int32), more, waited + wait, kept
+            return left - ends, waited + wait, kept
 
         # Where layers communicate every worker makes the same micro-steps.
         runs = ~stops | (self._step.communicates & (self._workers > 1))
@@ -356,17 +354,15 @@ class Window:
             if self._searches
             else ([], [])
         )
-        _, more, wait, kept = tf.while_loop(
-            lambda done, more, *_: (done < batches - peels) & more,
+        left, wait, kept = tf.while_loop(
+            lambda left, *_: left > peels,
             body,
             (
-                tf.constant(0),
-                runs,
+                tf.where(runs, batches, 0),
                 tf.zeros([], tf.float64),
                 _flat(none_yet),
             ),
             shape_invariants=(
-                tf.TensorShape([]),
                 tf.TensorShape([]),
                 tf.TensorShape([]),
                 [spec.shape for spec in _flat(specs)],
@@ -377,7 +373,7 @@ class Window:
         elements = tf.nest.pack_sequence_as(
             none_yet, kept, expand_composites=True
         )
-        found = None
+        more, found = left >= 0, None
         if peels:
             _, more, waited, found, _ = self._next(iterator)
             wait += waited
@@ -387,13 +383,13 @@ class Window:
         """Takes the next micro-batches through forward and backward pass."""
         asked = tf.timestamp()
         with tf.control_dependencies([asked]):
-            rows, last, *others = next_elements(iterator, self._strategy)
+            rows, ends, *others = next_elements(iterator, self._strategy)
         with tf.control_dependencies(rows):
             wait = tf.timestamp() - asked
         elements = list(zip(rows, *others, strict=True))
         found = self._micro_step(elements)
         more = rows[0] != NO_MORE_DATA
-        return last[0], more, wait, found, elements
+        return ends[0], more, wait, found, elements
 
     def check_search(self) -> None:
         """Refuses to look for a micro-batch size where layers communicate.
