@@ -605,6 +605,21 @@ def test_prepared_at_the_same_time_by_two_processes(two_processes):
         assert answer["drawn"] == random.Random(0).random()
 
 
+def test_prepared_by_another_process_in_between(tmp_path, monkeypatch):
+    """After this process has made its builder, and before it looks."""
+    made, original = [], tfds.builder
+
+    def builder(name, data_dir):
+        made.append(original(name, data_dir=data_dir))
+        if len(made) == 1:
+            original(name, data_dir=data_dir).download_and_prepare()
+        return made[-1]
+
+    monkeypatch.setattr(tfds, "builder", builder)
+    found = source.prepared_builder("digits", data_dir=tmp_path, download=False)
+    assert source.split_info(found, "train").num_examples == 1438
+
+
 def test_J5_same_order_in_two_processes(two_processes, data_dir):
     _, (first, second) = two_processes
     assert first["orders"] == second["orders"]

@@ -17,7 +17,8 @@ def prepared_builder(
 
     Several processes may ask for the same dataset at once: TFDS writes to a
     directory of its own and renames it, and a process that finds that another
-    was faster reads what the other wrote.
+    was faster reads what the other wrote, with a new builder: one that was
+    made before then knows of no splits.
 
     Args:
         name: A TFDS name, for instance `"mnist"` or `"glue/cola:2.0.0"`.
@@ -48,7 +49,7 @@ def prepared_builder(
             "See tfds.list_builders() for the names."
         ) from error
     if builder.is_prepared():
-        return builder
+        return tfds.builder(name, data_dir=place)
     if not (bundled or download):
         raise ValueError(
             f"`data_dir` must hold the prepared dataset {name!r}. Received: "
