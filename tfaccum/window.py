@@ -928,15 +928,15 @@ class Window:
         worker, _ = strategies.worker_index(self._strategy)
         replicas = strategies.num_local_replicas(self._strategy)
 
-        def look() -> tf.Tensor:
+        def look() -> tuple[tf.Tensor, tf.Tensor]:
             bad = self._strategy.run(self._first_bad_variable, args=(found,))
-            return tf.stack(self._strategy.experimental_local_results(bad))
+            bad = tf.stack(self._strategy.experimental_local_results(bad))
+            is_bad = tf.reduce_any(bad >= 0)
+            first = tf.argmax(tf.cast(bad >= 0, tf.int32), output_type=tf.int32)
+            replica = tf.where(is_bad, first + worker * replicas, -1)
+            return replica, tf.gather(bad, first)
 
-        bad = tf.cond(finite, lambda: tf.fill([replicas], -1), look)
-        is_bad = tf.reduce_any(bad >= 0)
-        first = tf.argmax(tf.cast(bad >= 0, tf.int32), output_type=tf.int32)
-        replica = tf.where(is_bad, first + worker * replicas, -1)
-        return replica, tf.gather(bad, first)
+        return tf.cond(finite, lambda: (tf.constant(-1),) * 2, look)
 
     def _first_bad_variable(self, found: Any) -> tf.Tensor:
         """Index of this replica's first bad gradient, int32; or -1."""
