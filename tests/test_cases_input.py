@@ -130,8 +130,9 @@ def test_J2_one_example_on_four_replicas(how):
         )
 
 
-def test_J2_an_empty_batch_in_the_middle_changes_nothing():
-    model = toy.toy(2, gradient_accumulation_steps=2)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_J2_an_empty_batch_in_the_middle_changes_nothing(replicas):
+    model = toy.toy(replicas, gradient_accumulation_steps=2)
     seen = toy.fit(model, toy.batches([1, 2], [], [], [], [4, 6]))
     assert [w for (w,) in seen.weights] == [-1.5, -1.5, -6.5]
     assert seen.of_updates("weight") == [2, 0, 2]

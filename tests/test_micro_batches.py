@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import tfaccum
 from tests import toy
-from tfaccum import micro_batches
+from tfaccum import feeding, micro_batches
 from tfaccum.micro_batches import NO_MORE_DATA
 
 
@@ -314,3 +314,109 @@ def test_batches_of_many_lengths_are_traced_twice(replicas):
         found = model.predict_on_batch(x)
         np.testing.assert_allclose(found, w * x.mean(1), rtol=1e-5)
     assert traces.count("train") == traces.count("predict") == 2 * replicas
+
+
+# --- Streams that say nothing about their elements -------------------------
+
+
+def whole(batch_size=4, drop=True, rows=12):
+    xs = tf.data.Dataset.from_tensor_slices(column(rows))
+    return xs.batch(batch_size, drop_remainder=drop)
+
+
+def column(rows):
+    return np.arange(rows, dtype=np.float32)[:, np.newaxis]
+
+
+CERTAIN = {
+    "arrays": lambda: (column(10), {"batch_size": 4}),
+    "arrays, shuffled": lambda: (
+        column(10),
+        {"batch_size": 4, "shuffle": True, "shuffle_seed": 1},
+    ),
+    "batches of one size": lambda: (whole(), {}),
+    "the same for ever": lambda: (whole().repeat(), {"steps": 5}),
+}
+UNCERTAIN = {
+    "batches of any size": lambda: (whole(drop=False), {}),
+    "of unknown number": lambda: (whole().filter(lambda x: x[0, 0] < 5), {}),
+    "more steps than data": lambda: (whole(), {"steps": 4}),
+    "arrays with steps": lambda: (column(10), {"batch_size": 4, "steps": 2}),
+    "cut": lambda: (whole(), {"micro_batch_size": 2}),
+    "held": lambda: (whole(), {"holds": True}),
+    "one batch": lambda: (
+        feeding.OneBatch(column(3), tf.TensorSpec([None, 1], tf.float32)),
+        {},
+    ),
+    "a generator": lambda: (((column(3),) for _ in range(2)), {}),
+}
+
+
+@pytest.mark.parametrize("kind", [*CERTAIN, *UNCERTAIN])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_counts_are_said_where_they_are_not_certain(kind, replicas):
+    x, how = (CERTAIN | UNCERTAIN)[kind]()
+    source = feeding.Source(toy.strategy_of(replicas), x, **how)
+    counts, _ = source.element_spec
+    is_certain = kind in CERTAIN and replicas == 1
+    assert len(counts) == (0 if is_certain else 3)
+
+
+def test_epochs_of_other_sizes_are_not_certain():
+    class Growing:
+        def epoch(self, epoch, *, worker, num_workers, skip_batches=0):
+            return whole(rows=4 * (epoch + 1)).skip(skip_batches)
+
+    source = feeding.Source(toy.strategy_of(1), Growing())
+    counts, _ = source.element_spec
+    assert len(counts) == 3
+
+
+def test_a_certain_stream_is_its_batches():
+    strategy = toy.strategy_of(1)
+    source = feeding.Source(strategy, column(10), batch_size=4)
+    iterator = source.begin_epoch(0)
+    for rows in (4, 4, 2):
+        got = micro_batches.next_elements(iterator, strategy)
+        assert [int(part[0]) for part in got[:3]] == [rows, 1, rows]
+        assert got[3][0].shape == (rows, 1)
+    assert list(iterator) == []
+
+
+def conditions(model):
+    """How many conditions the micro-step has that was traced last."""
+    graph = model.train_window._micro_step.graph.as_graph_def()
+    return sum("If" in node.op for node in graph.node)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_both_streams_train_alike(steps_per_execution):
+    """Arrays, then the same batches of which nothing is known, and back."""
+    xs = [np.float32([[1], [2]]), np.float32([[4], [-3]]), np.float32([[7]])]
+    array = np.concatenate(xs)
+    dataset = toy.batches(*(x[:, 0] for x in xs), [], is_size_known=False)
+
+    def trained(*data):
+        model = toy.toy(
+            optimizer=lambda: keras.optimizers.SGD(1.0, momentum=0.5),
+            gradient_accumulation_steps=2,
+            steps_per_execution=steps_per_execution,
+        )
+        found = []
+        for x in data:
+            arrays = x is array
+            how = {"batch_size": 2, "shuffle": False} if arrays else {}
+            model.fit(x, array if arrays else None, verbose=0, **how)
+            found.append((conditions(model), toy.weight_of(model)))
+        return found
+
+    # Per epoch two updates: of the mean of four rows, and of the last row.
+    expected, w, velocity = [], 0.0, 0.0
+    for _ in range(3):
+        for gradient in (1.0, 7.0):
+            velocity = 0.5 * velocity - gradient
+            w += velocity
+        expected.append(w)
+    assert trained(array, dataset, array) == list(
+        zip([0, 1, 0], expected, strict=True)
+    )

@@ -21,6 +21,7 @@ from tfaccum.micro_batches import (
     batch_spec,
     batch_stream,
     dataset_of,
+    is_absent,
     micro_batch_stream,
     next_elements,
     num_rows,
@@ -153,12 +154,12 @@ class Source:
             dataset = self._of_keras(x, shuffle_seed, **arguments)
         self._dataset = dataset
         self.spec = batch_spec(dataset)
+        self._size = self._agreed_size(dataset)
+        self._available = None if self._size == math.inf else self._size
         self._stream = self._new_stream(dataset)
         self._iterator: Any = None
         self._left: int | None = None
         self._ahead = range(0)  # Epochs that the iterator goes on with.
-        self._size = self._agreed_size(dataset)
-        self._available = None if self._size == math.inf else self._size
 
     def _of_keras(
         self,
@@ -494,7 +495,20 @@ class Source:
             micro_batch_size=self._micro_batch_size
             or (_WHOLE_SHARE if self._holds else None),
             is_share=self.is_share or self._by_epoch is not None,
+            is_certain=self._is_certain(dataset),
         )
+
+    def _is_certain(self, dataset: tf.data.Dataset) -> bool:
+        """Whether the only replica finds rows whenever it asks for a batch."""
+        if strategies.num_replicas(self._strategy) > 1:
+            return False
+        if self._micro_batch_size or self._holds or self._batch is not None:
+            return False
+        # Epochs of other data may have a size of their own.
+        if self._by_epoch is not None and self._arrays is None:
+            return False
+        ends = self._size is None or (self._steps and self._size < math.inf)
+        return not ends and (self._arrays is not None or _has_rows(dataset))
 
     def _agreed_size(self, dataset: tf.data.Dataset) -> Any:
         """Batches of the longest worker, math.inf if none has an end.
@@ -524,6 +538,16 @@ class Source:
             told = agreement.exchange(self._strategy, str(rows))
             rows = sum(map(int, told))
         return rows
+
+
+def _has_rows(dataset: tf.data.Dataset) -> bool:
+    """Whether the spec of its batches says that there are some."""
+    shapes = [
+        getattr(spec, "shape", tf.TensorShape([]))
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if not is_absent(spec)
+    ]
+    return all(shape.rank and shape[0] for shape in shapes)
 
 
 def _rows_of(batch: Any) -> int:

@@ -9,6 +9,9 @@ this worker. After the last batch the stream goes on for ever with elements of
 `rows` = -1 that end more batches than anyone asks for: an endless dataset needs
 no question to the other workers whether they still have data, and a worker that
 has run out still takes part in the last update, with weight zero.
+
+A stream for one replica whose every element is a whole batch that has rows, and
+of which nobody asks for more than there are, says none of this: `((), data)`.
 """
 
 import functools
@@ -36,6 +39,7 @@ def micro_batch_stream(
     *,
     micro_batch_size: int | None = None,
     is_share: bool = False,
+    is_certain: bool = False,
 ) -> tf.data.Dataset:
     """Turns a dataset of batches into this worker's micro-batches.
 
@@ -49,10 +53,13 @@ def micro_batch_stream(
         strategy: under which the micro-batches will be consumed.
         micro_batch_size: the most rows of one replica at once; None: uncut.
         is_share: whether `dataset` yields this worker's share only.
+        is_certain: whether no batch is empty and nobody will ask for more of
+            them than there are; for one replica without a `micro_batch_size`.
 
     Returns:
         An endless dataset: one element after the other for each replica of
-        this worker, micro-step by micro-step. See `next_elements`.
+        this worker, micro-step by micro-step. See `next_elements`. One that is
+        certain ends with `dataset`.
     """
     replicas = strategies.num_local_replicas(strategy)
     place = (0, 1) if is_share else strategies.worker_index(strategy)
@@ -60,7 +67,7 @@ def micro_batch_stream(
         _stream_of_dataset,
         dataset,
         tf.type_spec_from_value(dataset),
-        (*place, replicas, micro_batch_size),
+        (*place, replicas, micro_batch_size, is_certain),
     )
     # The Python functions of a generator live as long as their dataset does.
     stream.made_of = dataset
@@ -142,7 +149,10 @@ def _stream_of_dataset(
     num_workers: int,
     replicas: int,
     micro_batch_size: int | None,
+    is_certain: bool,
 ) -> tf.data.Dataset:
+    if is_certain:
+        return _buffered(tf.data.Dataset.zip((), dataset), 1)
     # `map` unpacks a batch that is a tuple into arguments.
     is_tuple = type(dataset.element_spec) is tuple
 
@@ -190,6 +200,10 @@ def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def _endless(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
     """The stream, and after it for ever that there is nothing more."""
     stream = stream.concatenate(_always(nothing(stream.element_spec)))
+    return _buffered(stream, replicas)
+
+
+def _buffered(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
     stream = stream.prefetch(2 * replicas)
     options = tf.data.Options()
     # With autotuning, deleting an iterator that has not come to its end waits
@@ -207,8 +221,10 @@ def next_elements(
     """
     replicas = strategies.num_local_replicas(strategy)
     counts, data = zip(*(next(iterator) for _ in range(replicas)), strict=True)
+    there = tuple(map(num_rows, data))
+    if not any(counts):
+        return there, (tf.constant(1),), there, data
     rows, ends, total = zip(*counts, strict=True)
-    there = [num_rows(batch) for batch in data]
     # What is not counted is a whole batch.
     totals = [
         tf.where(number == _ALL, all_rows, number)
@@ -219,6 +235,12 @@ def next_elements(
 
 def _counts(rows: int, ends: int, total: int) -> tuple:
     return tf.constant(rows), tf.constant(ends), tf.constant(total)
+
+
+def counted(element_spec: Any) -> Any:
+    """The spec of an element with its counts, if it says them or not."""
+    counts, data = element_spec
+    return counts or (tf.TensorSpec([], tf.int32),) * 3, data
 
 
 def _always(element: Any) -> tf.data.Dataset:

@@ -16,6 +16,7 @@ gradient has added to that of the window.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -267,13 +268,18 @@ class MicroStep:
                 self._compute, jit_compile=True, autograph=False
             )
 
-    def run(self, elements: Sequence[tuple[Any, Any, Any]]) -> Any:
+    def run(
+        self,
+        elements: Sequence[tuple[Any, Any, Any]],
+        has_rows: bool = False,
+    ) -> Any:
         """One micro-step. Communicates nothing.
 
         Args:
             elements: for each replica of this worker its number of examples
                 and that of the whole dataset batch, int32 scalars, and what
                 `train_step` takes.
+            has_rows: whether it is known that there are examples.
 
         Returns:
             What was found, per replica; zeros where a replica had no rows.
@@ -281,7 +287,9 @@ class MicroStep:
         Context: cross-replica.
         """
         element = keras_private.per_replica(elements)
-        return self._strategy.run(self._on_replica, args=element)
+        return self._strategy.run(
+            functools.partial(self._on_replica, has_rows=has_rows), args=element
+        )
 
     def losses(
         self, elements: Sequence[tuple[Any, Any, Any]]
@@ -352,7 +360,9 @@ class MicroStep:
             return total
         return reduction.divided(total, weight)
 
-    def _on_replica(self, rows: tf.Tensor, total: tf.Tensor, data: Any) -> Any:
+    def _on_replica(
+        self, rows: tf.Tensor, total: tf.Tensor, data: Any, *, has_rows: bool
+    ) -> Any:
         """One micro-batch's weighted sums; zeros where it has no rows."""
 
         def with_rows() -> Any:
@@ -373,6 +383,8 @@ class MicroStep:
         def without_rows() -> Any:
             return tf.nest.map_structure(sparse.zeros, self.specs)
 
+        if has_rows:
+            return with_rows()
         if self.communicates:
             return self._always(rows, with_rows)
         return tf.cond(rows > 0, with_rows, without_rows)

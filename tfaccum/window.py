@@ -22,7 +22,7 @@ from tfaccum.accumulator import ReplicaSums
 from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS
 from tfaccum.group_loss_scale import GroupLossScale
-from tfaccum.micro_batches import NO_MORE_DATA, next_elements, nothing
+from tfaccum.micro_batches import NO_MORE_DATA, counted, next_elements, nothing
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
 from tfaccum.sparse import SparseSpec, TableSum, combined, table_sum
@@ -122,10 +122,11 @@ class Window:
             frozen=frozen,
         )
         self._whole = whole
-        self._spec: Any = None  # Of the iterator's elements.
+        self._spec: Any = None  # Of elements, with their counts.
+        self._has_rows = False  # Whether all elements have some.
         self._micro_step: Callable[..., Any] = self._step.run
         self._loss_step: Callable[..., Any] = self._step.losses
-        self._traced: Any = None
+        self._traced: dict[bool, Any] = {}
         self.sums: Any = None  # ReplicaSums, where the window accumulates.
         # How the gradients of tables are summed, once a step was traced.
         self.table_sums: tuple[TableSum, ...] | None = None
@@ -195,25 +196,31 @@ class Window:
         """
         if self._whole:
             self._whole.prepare(element_spec)
-        self._spec = element_spec
+        self._has_rows = not element_spec[0]
+        self._spec = counted(element_spec)
         # Eager steps need the trace too: it tells how their results look.
         traced = self._trace()
         self._check_overwritten()
         self._create_variables()
         if self._step.is_incomplete:
-            self._step.is_incomplete, self._traced = False, None
+            self._step.is_incomplete, self._traced = False, {}
             traced = self._trace()
         self._micro_step = self._step.run if self._model.run_eagerly else traced
         if self._searches:
             self._loss_step = tf.function(
                 self._step.losses, autograph=False
-            ).get_concrete_function(self._same_for_all(element_spec))
+            ).get_concrete_function(self._same_for_all(self._spec))
 
     def _trace(self) -> Any:
-        if self._traced is None:
-            self._traced = tf.function(self._step.run, autograph=False)
+        has_rows = self._has_rows
+
+        def micro_step(elements: list[tuple]) -> Any:
+            return self._step.run(elements, has_rows)
+
+        if has_rows not in self._traced:
+            self._traced[has_rows] = tf.function(micro_step, autograph=False)
         try:
-            return self._traced.get_concrete_function(
+            return self._traced[has_rows].get_concrete_function(
                 self._same_for_all(self._spec)
             )
         except (AttributeError, NotImplementedError, TypeError) as error:
