@@ -127,8 +127,12 @@ def contenders(case, jit, updates, steps=STEPS):
     micro = case.micro_batch
     windows = max(1, CALL // steps)
     rows = rows_of(case.data(micro * steps * updates))
-    whole = rows.batch(micro * steps).cache().prefetch(2)
-    cut = rows.batch(micro).cache().prefetch(2 * steps)
+
+    def batches(size, ahead):
+        fixed = rows.batch(size, drop_remainder=True)  # Nothing is left over.
+        return fixed.cache().prefetch(ahead)
+
+    whole, cut = batches(micro * steps, 2), batches(micro, 2 * steps)
     model = functools.partial(case.compiled, jit_compile=jit)
 
     def own(steps_per_execution):
