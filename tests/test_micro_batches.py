@@ -335,10 +335,10 @@ CERTAIN = {
         {"batch_size": 4, "shuffle": True, "shuffle_seed": 1},
     ),
     "batches of one size": lambda: (whole(), {}),
-    "the same for ever": lambda: (whole().repeat(), {"steps": 5}),
 }
 UNCERTAIN = {
     "batches of any size": lambda: (whole(drop=False), {}),
+    "the same for ever": lambda: (whole().repeat(), {"steps": 5}),
     "of unknown number": lambda: (whole().filter(lambda x: x[0, 0] < 5), {}),
     "more steps than data": lambda: (whole(), {"steps": 4}),
     "arrays with steps": lambda: (column(10), {"batch_size": 4, "steps": 2}),

@@ -504,11 +504,13 @@ class Source:
             return False
         if self._micro_batch_size or self._holds or self._batch is not None:
             return False
-        # Epochs of other data may have a size of their own.
-        if self._by_epoch is not None and self._arrays is None:
+        # More may be asked for; and data repeated for ever end all the same
+        # if they are none the second time.
+        if self._steps is not None or self._size in (None, math.inf):
             return False
-        ends = self._size is None or (self._steps and self._size < math.inf)
-        return not ends and (self._arrays is not None or _has_rows(dataset))
+        # Epochs of other data may have a size of their own.
+        is_dataset = self._by_epoch is None and _has_rows(dataset)
+        return self._arrays is not None or is_dataset
 
     def _agreed_size(self, dataset: tf.data.Dataset) -> Any:
         """Batches of the longest worker, math.inf if none has an end.
