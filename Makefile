@@ -54,6 +54,8 @@ bench: $(VENV)/.installed
 	    --model=cnn --micro_batch=$$examples >> runs/step_time.jsonl; done
 	for steps in 2 32 128; do $(VENV)/bin/python -m benchmarks.step_time \
 	    --model=mlp --steps=$$steps >> runs/step_time.jsonl; done
+	$(VENV)/bin/python -m benchmarks.step_time \
+	    --model=mlp --any_rows >> runs/step_time.jsonl
 	$(VENV)/bin/python -m benchmarks.memory > runs/memory.jsonl
 	$(VENV)/bin/python -m benchmarks.start > runs/start.jsonl
 	$(VENV)/bin/python -m benchmarks.window_profile \

@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"
 PLOT = ROOT / "docs" / "performance.png"
 GPU = "python -m benchmarks.gpu"
+# What is changed one at a time, and the flag that does it.
+SWEPT = {
+    "micro_batch": "--micro_batch=EXAMPLES",
+    "steps": "--steps=K",
+    "any_rows": "--any_rows",
+}
 
 WHO = {
     "window": "tfaccum, K = 8",
@@ -123,8 +129,9 @@ def step_time(rows, what="step_time"):
         yield ""
         yield _sizes(of_kind)
         yield ""
-    yield from _by_micro_batch(_not_compiled(rows, "steps"))
-    yield from _by_steps(_not_compiled(rows, "micro_batch"))
+    yield from _by_micro_batch(_not_compiled(rows, "micro_batch"))
+    yield from _by_steps(_not_compiled(rows, "steps"))
+    yield from _by_rows(_not_compiled(rows, "any_rows"))
 
 
 def _command(rows):
@@ -136,32 +143,48 @@ def _command(rows):
     return " ".join(["python -m benchmarks.step_time", *flags])
 
 
-def _not_compiled(rows, same):
-    """Rows without XLA of models with several that have this in common."""
-    usual = {row["model"]: row[same] for row in rows if row["is_usual"]}
+def _not_compiled(rows, by):
+    """Rows without XLA of models with several that differ in this only."""
+
+    def others(row):
+        return [row[key] for key in SWEPT if key != by]
+
+    usual = {row["model"]: others(row) for row in rows if row["is_usual"]}
     found = [
-        r for r in rows if not r["jit"] and r[same] == usual.get(r["model"])
+        r for r in rows if not r["jit"] and others(r) == usual.get(r["model"])
     ]
     models = [row["model"] for row in found]
     return [row for row in found if models.count(row["model"]) > 1]
 
 
+def _against_keras(row):
+    """Microseconds per micro-step of the window and Keras, and their ratio."""
+    compared = {each["against"]: each for each in row["comparisons"]}
+    best = compared["keras_at_its_best"]
+    for who in (best["of"], best["which"]):
+        yield spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
+    yield from (spread(best["ratio"]), spread(best["cpu_ratio"]))
+
+
 def _by_steps(rows):
     """What a window costs beside its micro-steps."""
-
-    def cells(row):
-        compared = {each["against"]: each for each in row["comparisons"]}
-        best = compared["keras_at_its_best"]
-        for who in (best["of"], best["which"]):
-            yield spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
-        yield from (spread(best["ratio"]), spread(best["cpu_ratio"]))
-
     return _sweep(
         rows,
         "steps",
         "Microseconds per micro-step, all at their best, as K grows.",
         ["K", "tfaccum", "Keras' own", "ratio", "of CPU time"],
-        cells,
+        _against_keras,
+    )
+
+
+def _by_rows(rows):
+    """What it costs that a batch may have any number of rows."""
+    return _sweep(
+        rows,
+        "any_rows",
+        "The same for K = 8, where batches may have any number of rows.",
+        ["any number of rows", "tfaccum", "Keras' own", "ratio", "of CPU time"],
+        _against_keras,
     )
 
 
@@ -200,8 +223,8 @@ def _sweep(rows, by, title, header, cells):
             for row in sorted(rows, key=lambda r: (r["model"], r[by]))
         ],
     )
-    flags = f"--model=MODEL --{by}={'K' if by == 'steps' else 'EXAMPLES'}"
-    yield from source(f"python -m benchmarks.step_time {flags}", rows[0])
+    command = f"python -m benchmarks.step_time --model=MODEL {SWEPT[by]}"
+    yield from source(command, rows[0])
     yield ""
 
 

@@ -1,6 +1,7 @@
 """Time of one update of K micro-batches, against everyone; K is 8.
 
     python -m benchmarks.step_time [--model=transformer] [--jit] [--steps=K]
+        [--any_rows]
 
 On one device, for the same examples and the same model, in turn:
 
@@ -16,6 +17,8 @@ On one device, for the same examples and the same model, in turn:
   own, if `--torch_python` has it.
 
 With another K, as many windows are in one call as there are 128 micro-steps.
+Batches have a number of rows that is known beforehand (`drop_remainder=True`),
+or with `--any_rows` one that is not.
 
 Each is a whole `fit` (or a Python loop) over the same dataset in memory, after
 one that traced. Whoever has `steps_per_execution` is compared at its best too.
@@ -122,15 +125,16 @@ class Torch:
         self._process.wait()
 
 
-def contenders(case, jit, updates, steps=STEPS):
+def contenders(case, jit, updates, steps=STEPS, any_rows=False):
     """(fit, dataset) by name, all in this process."""
     micro = case.micro_batch
     windows = max(1, CALL // steps)
     rows = rows_of(case.data(micro * steps * updates))
 
     def batches(size, ahead):
-        fixed = rows.batch(size, drop_remainder=True)  # Nothing is left over.
-        return fixed.cache().prefetch(ahead)
+        # Nothing is left over.
+        batched = rows.batch(size, drop_remainder=not any_rows)
+        return batched.cache().prefetch(ahead)
 
     whole, cut = batches(micro * steps, 2), batches(micro, 2 * steps)
     model = functools.partial(case.compiled, jit_compile=jit)
@@ -174,6 +178,7 @@ def measure(
     updates=None,
     micro_batch=None,
     steps=STEPS,
+    any_rows=False,
     threads=2,
     torch_python=None,
 ):
@@ -182,7 +187,7 @@ def measure(
     if micro_batch:
         case = dataclasses.replace(case, micro_batch=micro_batch)
     updates = updates or max(1, case.updates * STEPS // steps)
-    found = contenders(case, jit, updates, steps)
+    found = contenders(case, jit, updates, steps, any_rows)
     for fit, data in found.values():
         fit(data, verbose=0)
     runs = {
@@ -212,8 +217,9 @@ def measure(
         "jit": jit,
         "parameters": keras.Model(*case.layers()).count_params(),
         "micro_batch": case.micro_batch,
-        "is_usual": not micro_batch and steps == STEPS,
+        "is_usual": not (micro_batch or any_rows) and steps == STEPS,
         "steps": steps,
+        "any_rows": any_rows,
         "updates": updates,
         "rounds": rounds,
         "threads": threads,
@@ -286,6 +292,7 @@ def main():
     parser.add_argument("--updates", type=int, help="in one fit")
     parser.add_argument("--micro_batch", type=int, help="examples in one")
     parser.add_argument("--steps", type=int, default=STEPS, help="K")
+    parser.add_argument("--any_rows", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--torch_python",

@@ -333,6 +333,32 @@ def test_tables_are_markdown():
     ]
 
 
+def step_row(**changes):
+    """A line of step_time.py; every ratio is 1."""
+    ratio = {"ratio": [1, 1, 1], "cpu_ratio": [1, 1, 1], "target": None}
+    best = {"of": "window", "which": "window", "against": "keras_at_its_best"}
+    row = {
+        "what": "step_time",
+        "jit": False,
+        "is_usual": not changes.keys() & performance_report.SWEPT,
+        "micro_batch": 8,
+        "steps": 8,
+        "any_rows": False,
+        "ms": {who: [2, 1, 3] for who in ("window", "big_batch")},
+        "cpu_ms": {who: [2, 1, 3] for who in ("window", "big_batch")},
+        "comparisons": [ratio | best],
+        "by_hand": ratio,
+        "against_big_batch": {who: [1, 1, 1] for who in ("window", "loop")},
+        "parameters": 1,
+        "updates": 1,
+        "rounds": 1,
+        "threads": 2,
+        "torch": {"skipped": "not asked for"},
+        **dict.fromkeys(FROM, "here"),
+    }
+    return row | changes
+
+
 @pytest.mark.parametrize(
     "jit, models, command",
     [
@@ -343,29 +369,27 @@ def test_tables_are_markdown():
     ],
 )
 def test_the_command_names_the_models_of_its_table(jit, models, command):
-    row = {
-        "what": "step_time",
-        "jit": jit,
-        "is_usual": True,
-        "micro_batch": 8,
-        "steps": 8,
-        "ms": {"window": [2, 1, 3]},
-        "cpu_ms": {"window": [2, 1, 3]},
-        "comparisons": [],
-        "by_hand": {"ratio": [1, 1, 1], "cpu_ratio": [1, 1, 1], "target": None},
-        "parameters": 1,
-        "updates": 1,
-        "rounds": 1,
-        "threads": 2,
-        "torch": {"skipped": "not asked for"},
-        **dict.fromkeys(FROM, "here"),
-    }
-    text = "\n".join(
-        performance_report.step_time(
-            [row | {"model": model} for model in models]
-        )
-    )
+    rows = [step_row(jit=jit, model=model) for model in models]
+    text = "\n".join(performance_report.step_time(rows))
     assert f"`python -m benchmarks.{command}`, commit here" in text
+
+
+def test_a_table_changes_one_thing_at_a_time():
+    changes = [{}, {"steps": 2}, {"micro_batch": 4}, {"any_rows": True}]
+    rows = [step_row(model="mlp", **change) for change in changes]
+    rows += [step_row(model="cnn"), step_row(model="mlp", jit=True)]
+    lines = [*performance_report.step_time(rows)]
+    for flag, values in {
+        "--micro_batch=EXAMPLES": [4, 8],
+        "--steps=K": [2, 8],
+        "--any_rows": [False, True],
+    }.items():
+        (end,) = (i for i, line in enumerate(lines) if flag in line)
+        begin = end - 1 - len(values)
+        assert [line.split(" | ")[:2] for line in lines[begin : end - 1]] == [
+            ["| mlp", str(value)] for value in values
+        ]
+        assert lines[begin - 1].startswith("| ---")
 
 
 @pytest.mark.slow
