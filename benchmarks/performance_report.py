@@ -50,6 +50,11 @@ def table(header, rows):
     return [first, "| --- " * (first.count("|") - 1) + "|", *others]
 
 
+def in_words(value):
+    """A flag as yes or no; anything else as it is."""
+    return ("yes" if value else "no") if isinstance(value, bool) else value
+
+
 def spread(values, digits=2):
     """Median, and least to most."""
     median, least, most = (f"{value:,.{digits}f}" for value in values)
@@ -219,7 +224,7 @@ def _sweep(rows, by, title, header, cells):
     yield from table(
         ["model", *header],
         [
-            [row["model"], row[by], *cells(row)]
+            [row["model"], in_words(row[by]), *cells(row)]
             for row in sorted(rows, key=lambda r: (r["model"], r[by]))
         ],
     )

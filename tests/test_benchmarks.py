@@ -382,7 +382,7 @@ def test_a_table_changes_one_thing_at_a_time():
     for flag, values in {
         "--micro_batch=EXAMPLES": [4, 8],
         "--steps=K": [2, 8],
-        "--any_rows": [False, True],
+        "--any_rows": ["no", "yes"],
     }.items():
         (end,) = (i for i, line in enumerate(lines) if flag in line)
         begin = end - 1 - len(values)
