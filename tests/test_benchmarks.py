@@ -428,6 +428,7 @@ def test_what_was_measured_otherwise_has_tables_of_its_own():
         "is_usual": True,
         "micro_batch": 8,
         "steps": 8,
+        "any_rows": False,
         "ms": {
             "window_16": [1.6, 1.6, 2.4],
             "keras_128": [0.8, 0.8, 1.6],
@@ -442,11 +443,12 @@ def test_what_was_measured_otherwise_has_tables_of_its_own():
         usual | other | {"steps": 32},
         usual | other | {"micro_batch": 4},
         usual | other | {"steps": 2, "jit": True},
+        usual | other | {"any_rows": True},
         usual,
     ]
     steps, sizes = (
-        performance_report._not_compiled(rows, same)
-        for same in ("micro_batch", "steps")
+        performance_report._not_compiled(rows, by)
+        for by in ("steps", "micro_batch")
     )
     lines = list(performance_report._by_steps(steps))
     assert [line for line in lines if line.startswith("| mlp")] == [
