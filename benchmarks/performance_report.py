@@ -135,8 +135,18 @@ def step_time(rows, what="step_time"):
         yield _sizes(of_kind)
         yield ""
     yield from _by_micro_batch(_not_compiled(rows, "micro_batch"))
-    yield from _by_steps(_not_compiled(rows, "steps"))
-    yield from _by_rows(_not_compiled(rows, "any_rows"))
+    yield from _against_keras(
+        _not_compiled(rows, "steps"),
+        "steps",
+        "Microseconds per micro-step, all at their best, as K grows.",
+        "K",
+    )
+    yield from _against_keras(
+        _not_compiled(rows, "any_rows"),
+        "any_rows",
+        "The same for K = 8, where batches may have any number of rows.",
+        "any number of rows",
+    )
 
 
 def _command(rows):
@@ -162,35 +172,18 @@ def _not_compiled(rows, by):
     return [row for row in found if models.count(row["model"]) > 1]
 
 
-def _against_keras(row):
+def _against_keras(rows, by, title, what):
     """Microseconds per micro-step of the window and Keras, and their ratio."""
-    compared = {each["against"]: each for each in row["comparisons"]}
-    best = compared["keras_at_its_best"]
-    for who in (best["of"], best["which"]):
-        yield spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
-    yield from (spread(best["ratio"]), spread(best["cpu_ratio"]))
 
+    def cells(row):
+        compared = {each["against"]: each for each in row["comparisons"]}
+        best = compared["keras_at_its_best"]
+        for who in (best["of"], best["which"]):
+            yield spread([1e3 * ms / row["steps"] for ms in row["ms"][who]], 0)
+        yield from (spread(best["ratio"]), spread(best["cpu_ratio"]))
 
-def _by_steps(rows):
-    """What a window costs beside its micro-steps."""
-    return _sweep(
-        rows,
-        "steps",
-        "Microseconds per micro-step, all at their best, as K grows.",
-        ["K", "tfaccum", "Keras' own", "ratio", "of CPU time"],
-        _against_keras,
-    )
-
-
-def _by_rows(rows):
-    """What it costs that a batch may have any number of rows."""
-    return _sweep(
-        rows,
-        "any_rows",
-        "The same for K = 8, where batches may have any number of rows.",
-        ["any number of rows", "tfaccum", "Keras' own", "ratio", "of CPU time"],
-        _against_keras,
-    )
+    header = [what, "tfaccum", "Keras' own", "ratio", "of CPU time"]
+    return _sweep(rows, by, title, header, cells)
 
 
 def _by_micro_batch(rows):

@@ -421,23 +421,16 @@ def test_what_was_measured_otherwise_has_tables_of_its_own():
         "ratio": [1.25, 1, 2],
         "cpu_ratio": [1.5, 1, 2],
     }
-    usual = {
-        "what": "step_time",
-        "model": "mlp",
-        "jit": False,
-        "is_usual": True,
-        "micro_batch": 8,
-        "steps": 8,
-        "any_rows": False,
-        "ms": {
+    usual = step_row(
+        model="mlp",
+        ms={
             "window_16": [1.6, 1.6, 2.4],
             "keras_128": [0.8, 0.8, 1.6],
             "big_batch": [1, 1, 1],
         },
-        "comparisons": [best],
-        "against_big_batch": {"window": [4, 3, 5], "loop": [2, 1, 3]},
-        **dict.fromkeys(FROM, "here"),
-    }
+        comparisons=[best],
+        against_big_batch={"window": [4, 3, 5], "loop": [2, 1, 3]},
+    )
     other = {"is_usual": False}
     rows = [
         usual | other | {"steps": 32},
@@ -450,7 +443,7 @@ def test_what_was_measured_otherwise_has_tables_of_its_own():
         performance_report._not_compiled(rows, by)
         for by in ("steps", "micro_batch")
     )
-    lines = list(performance_report._by_steps(steps))
+    lines = performance_report._against_keras(steps, "steps", "title", "K")
     assert [line for line in lines if line.startswith("| mlp")] == [
         "| mlp | 8 | 200 (200 to 300) | 100 (100 to 200) "
         "| 1.25 (1.00 to 2.00) | 1.50 (1.00 to 2.00) |",
