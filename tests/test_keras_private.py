@@ -665,6 +665,22 @@ def test_empty_optional():
     assert spec.is_compatible_with(empty) and spec.is_compatible_with(value)
 
 
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda data: data.prefetch(1), True),
+        (lambda data: data.prefetch(tf.data.AUTOTUNE), True),
+        (lambda data: data.prefetch(1).with_options(tf.data.Options()), True),
+        (lambda data: data, False),
+        (lambda data: data.with_options(tf.data.Options()), False),
+        (lambda data: data.prefetch(1).map(lambda x: x + 1), False),
+    ],
+)
+def test_is_prefetched(make, expected):
+    dataset = make(tf.data.Dataset.range(3))
+    assert keras_private.is_prefetched(dataset) is expected
+
+
 def test_global_seed():
     keras.utils.set_random_seed(7)
     assert keras_private.global_seed() == 7

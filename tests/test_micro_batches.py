@@ -4,6 +4,7 @@ Expected parts are written out, or cut by numpy.
 """
 
 import gc
+import time
 import weakref
 
 import keras
@@ -420,3 +421,37 @@ def test_both_streams_train_alike(steps_per_execution):
     assert trained(array, dataset, array) == list(
         zip([0, 1, 0], expected, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("buffer", "arguments", "ahead"),
+    [
+        (0, {}, 2),
+        (1, {}, 1),
+        (1, {"is_certain": True}, 1),
+        (1, {"micro_batch_size": 1}, 1 + 2),
+    ],
+)
+def test_data_that_are_prefetched_are_buffered_once(buffer, arguments, ahead):
+    drawn = []
+
+    def rows():
+        for row in range(8):
+            drawn.append(row)
+            yield np.float32([row])
+
+    dataset = tf.data.Dataset.from_generator(
+        rows, output_signature=tf.TensorSpec([1])
+    )
+    if buffer:
+        dataset = dataset.prefetch(buffer)
+    stream = micro_batches.micro_batch_stream(
+        dataset, toy.strategy_of(1), **arguments
+    )
+    iterator = iter(stream)
+    next(iterator)
+    deadline = time.monotonic() + 10
+    while len(drawn) < 1 + ahead and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # For what must not come.
+    assert len(drawn) == 1 + ahead

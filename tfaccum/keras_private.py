@@ -23,6 +23,7 @@ from keras.src.models.model import functional_init_arguments
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import array_slicing, data_adapter_utils
 from keras.src.utils import rng_utils
+from tensorflow.python.data.ops import dataset_ops, prefetch_op
 from tensorflow.python.distribute import collective_all_reduce_strategy
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
@@ -487,6 +488,16 @@ def concat_outputs(outputs: list[tf.Tensor]) -> Any:
 def empty_optional(spec: tf.OptionalSpec) -> tf.experimental.Optional:
     """An absent component of a batch, as Keras' generators make them."""
     return tf.experimental.Optional.empty(spec._element_spec)
+
+
+def is_prefetched(dataset: tf.data.Dataset) -> bool:
+    """Whether a thread of the dataset's own fetches its elements ahead.
+
+    No public name tells by what a dataset was made.
+    """
+    while isinstance(dataset, dataset_ops._OptionsDataset):
+        dataset = dataset._input_dataset
+    return isinstance(dataset, prefetch_op._PrefetchDataset)
 
 
 def global_seed() -> int | None:

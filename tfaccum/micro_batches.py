@@ -59,7 +59,8 @@ def micro_batch_stream(
     Returns:
         An endless dataset: one element after the other for each replica of
         this worker, micro-step by micro-step. See `next_elements`. One that is
-        certain ends with `dataset`.
+        certain ends with `dataset`. A thread fetches two micro-steps ahead,
+        unless `dataset` does so itself and is not cut.
     """
     replicas = strategies.num_local_replicas(strategy)
     place = (0, 1) if is_share else strategies.worker_index(strategy)
@@ -67,7 +68,13 @@ def micro_batch_stream(
         _stream_of_dataset,
         dataset,
         tf.type_spec_from_value(dataset),
-        (*place, replicas, micro_batch_size, is_certain),
+        (
+            *place,
+            replicas,
+            micro_batch_size,
+            is_certain,
+            keras_private.is_prefetched(dataset),
+        ),
     )
     # The Python functions of a generator live as long as their dataset does.
     stream.made_of = dataset
@@ -150,26 +157,31 @@ def _stream_of_dataset(
     replicas: int,
     micro_batch_size: int | None,
     is_certain: bool,
+    is_prefetched: bool,
 ) -> tf.data.Dataset:
+    shares = num_workers > 1
+    cuts = replicas > 1 or micro_batch_size is not None
+    # Else a second thread would do nothing but pass batches on.
+    ahead = 2 * replicas if shares or cuts or not is_prefetched else 0
     if is_certain:
-        return _buffered(tf.data.Dataset.zip((), dataset), 1)
+        return _buffered(tf.data.Dataset.zip((), dataset), ahead)
     # `map` unpacks a batch that is a tuple into arguments.
     is_tuple = type(dataset.element_spec) is tuple
 
     def whole(arguments: tuple) -> Any:
         return arguments if is_tuple else arguments[0]
 
-    if num_workers > 1:
+    if shares:
         dataset = dataset.map(
             lambda *batch: _share(whole(batch), worker, num_workers, replicas)
         )
-    if replicas == 1 and micro_batch_size is None:
-        stream = _uncut(dataset)
-    else:
+    if cuts:
         stream = dataset.flat_map(
             lambda *batch: _cut(whole(batch), replicas, micro_batch_size)
         )
-    return _endless(stream, replicas)
+    else:
+        stream = _uncut(dataset)
+    return _endless(stream, ahead)
 
 
 def _stream_of_batch(
@@ -188,7 +200,7 @@ def _stream_of_batch(
     options = tf.data.Options()
     # There is nothing in it to improve, and looking for it takes longer.
     options.experimental_optimization.apply_default_optimizations = False
-    return _endless(stream, replicas).with_options(options)
+    return _endless(stream, 2 * replicas).with_options(options)
 
 
 def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -197,14 +209,15 @@ def _uncut(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return tf.data.Dataset.zip(_always(counts), dataset)
 
 
-def _endless(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+def _endless(stream: tf.data.Dataset, ahead: int) -> tf.data.Dataset:
     """The stream, and after it for ever that there is nothing more."""
     stream = stream.concatenate(_always(nothing(stream.element_spec)))
-    return _buffered(stream, replicas)
+    return _buffered(stream, ahead)
 
 
-def _buffered(stream: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
-    stream = stream.prefetch(2 * replicas)
+def _buffered(stream: tf.data.Dataset, ahead: int) -> tf.data.Dataset:
+    if ahead:
+        stream = stream.prefetch(ahead)
     options = tf.data.Options()
     # With autotuning, deleting an iterator that has not come to its end waits
     # for a thread that may sleep for more than a minute.
