@@ -370,7 +370,8 @@ def num_rows(batch: Any) -> tf.Tensor:
             "The dataset must yield batches. Received: an element without "
             f"rows, {batch}. Call dataset.batch(...) first."
         )
-    return tf.shape(leaf)[0]
+    known = leaf.shape[0]
+    return tf.shape(leaf)[0] if known is None else tf.constant(known)
 
 
 def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:

@@ -10,7 +10,8 @@ the micro-steps of a window and over the replicas:
 with one entry of "sums" per optimizer, and one of "statistics" per call of a
 layer whose state moves once per window. Of an optimizer that absorbs there are
 no gradients, but "squares", [variables]: the sum of the squares of what each
-gradient has added to that of the window.
+gradient has added to that of the window. Where w is known to be the same in all
+micro-steps, gradients and loss are not multiplied by it: see `Trained.unit`.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import tensorflow as tf
 from tfaccum import exponents, keras_private, reduction, sparse
 from tfaccum import strategy as strategies
 from tfaccum.loss_scale import current_scale, unwrapped
-from tfaccum.micro_batches import NO_MORE_DATA, without_optionals
+from tfaccum.micro_batches import NO_MORE_DATA, num_rows, without_optionals
 from tfaccum.reduction import Gradient
 from tfaccum.update import absorbs
 
@@ -54,12 +55,17 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What the window remembers of a `Backward`: all but its tensors."""
+    """What the window remembers of a `Backward`: all but its tensors.
+
+    `unit` is the weight of each micro-step, if it is one number that was known
+    when the step was traced. Sums are then of what was not weighted.
+    """
 
     optimizer: Any
     all_variables: list[keras.Variable]
     variables: list[keras.Variable]
     is_sum: bool
+    unit: float | None
 
     @property
     def absorbs(self) -> bool:
@@ -71,8 +77,14 @@ class Trained:
         """The variables whose gradients are added up."""
         return [] if self.absorbs else self.variables
 
+    def divisor(self, weight: tf.Tensor) -> tf.Tensor:
+        """What sums of so much weight have to be divided by."""
+        if self.is_sum:
+            return tf.ones_like(weight)
+        return weight if self.unit is None else weight / self.unit
+
     @classmethod
-    def of(cls, backward: Backward) -> "Trained":
+    def of(cls, backward: Backward, unit: float | None) -> "Trained":
         """Keeps the variables that have a gradient."""
         with_gradient = [
             v
@@ -84,6 +96,7 @@ class Trained:
             backward.variables,
             with_gradient,
             backward.weight is None,
+            unit,
         )
 
 
@@ -348,8 +361,11 @@ class MicroStep:
             variable.assign(old)
         return found
 
-    def times(self, value: Any, weight: tf.Tensor) -> Any:
-        """`weight * value`, or `value` itself where nothing is added to it."""
+    def times(self, value: Any, weight: tf.Tensor | None) -> Any:
+        """`weight * value`, or `value` itself where nothing is added to it.
+
+        With a weight of None `value` in the accumulator's dtype.
+        """
         if self._is_whole_window:
             return value
         return reduction.weighted(value, weight)
@@ -366,9 +382,15 @@ class MicroStep:
         """One micro-batch's weighted sums; zeros where it has no rows."""
 
         def with_rows() -> Any:
-            found = self._computes(rows, data)
-            # Here, since a compiled function forgets what is constant.
+            found = self._computes(None if has_rows else rows, data)
+            # Here, since a compiled function forgets what is constant, and
+            # copies it at each call.
+            found["examples"] = _as_examples(rows)
             for trained, sums in zip(self.trained, found["sums"], strict=True):
+                if trained.unit is not None:
+                    sums["weight"] = tf.constant(
+                        trained.unit, sums["loss"].dtype
+                    )
                 sums["gradients"] = [
                     _normalised(g, v)
                     for g, v in zip(
@@ -430,8 +452,16 @@ class MicroStep:
             variable.assign(tf.where(ended, old, variable.value))
         return found
 
-    def _compute(self, rows: tf.Tensor, data: Any) -> Any:
-        """Runs `train_step` and turns what it hands over into sums."""
+    def _compute(self, rows: tf.Tensor | None, data: Any) -> Any:
+        """Runs `train_step` and turns what it hands over into sums.
+
+        Args:
+            rows: of the data; None: they are known to have some.
+            data: what `train_step` takes.
+        """
+        has_rows = rows is None
+        if has_rows:
+            rows = num_rows(data)
         with (
             keras_private.plain_mean_losses(rows, self._fixed),
             (
@@ -453,9 +483,12 @@ class MicroStep:
             )
         # In evaluation nothing moves, in whatever mode a layer is called.
         statistics = received.statistics if self._trains else []
-        self.trained = [Trained.of(backward) for backward in backwards]
+        self.trained = [
+            Trained.of(backward, self._unit(backward) if has_rows else None)
+            for backward in backwards
+        ]
         self.layers = [layer for layer, _ in statistics]
-        examples = tf.cast(tf.maximum(rows, 0), tf.float32)
+        examples = _as_examples(rows)
         gradients = [g for b in backwards for g in b.gradients if g is not None]
         return {
             "exponents": [
@@ -463,8 +496,10 @@ class MicroStep:
                 for g in gradients
                 if self._model.counts_exponents
             ],
-            "examples": examples,
-            "sums": [self._weighted(backward) for backward in backwards],
+            "sums": [
+                self._weighted(*pair)
+                for pair in zip(backwards, self.trained, strict=True)
+            ],
             "statistics": [sums for _, sums in statistics],
             "logs": {
                 name: self.times(value, examples)
@@ -472,18 +507,28 @@ class MicroStep:
             },
         }
 
-    def _weighted(self, backward: Backward) -> dict[str, Any]:
+    def _unit(self, backward: Backward) -> float | None:
+        """The weight, if each micro-step of this trace has the same."""
+        if self._is_whole_window or tf.executing_eagerly():
+            return None
+        if backward.weight is None or absorbs(backward.optimizer):
+            return None
+        weight = tf.get_static_value(tf.convert_to_tensor(backward.weight))
+        return None if weight is None or weight <= 0 else float(weight)
+
+    def _weighted(self, backward: Backward, trained: Trained) -> dict[str, Any]:
         """One optimizer's gradients, loss and weight, ready to be added."""
         gradients = [g for g in backward.gradients if g is not None]
         dtypes = [reduction.accumulator_dtype(g.dtype) for g in gradients]
         widest = max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
         is_sum = backward.weight is None
         weight = tf.cast(1.0 if is_sum else backward.weight, widest)
-        return {
-            "gradients": [self.times(g, weight) for g in gradients],
-            "loss": self.times(tf.cast(backward.loss, widest), weight),
-            "weight": weight,
+        factor = weight if trained.unit is None else None
+        found = {
+            "gradients": [self.times(g, factor) for g in gradients],
+            "loss": self.times(tf.cast(backward.loss, widest), factor),
         }
+        return found if factor is None else found | {"weight": weight}
 
     def _own_logs(self, logs: Any) -> dict[str, tf.Tensor]:
         """What `train_step` returned beside the metrics: scalars, float32."""
@@ -511,6 +556,11 @@ def _flat(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _flat(value)
         else:
             yield name, value
+
+
+def _as_examples(rows: tf.Tensor) -> tf.Tensor:
+    """The number of rows, float32; none where there are no more data."""
+    return tf.cast(tf.maximum(rows, 0), tf.float32)
 
 
 def _check_weight(weight: tf.Tensor, rows: tf.Tensor) -> Any:

@@ -548,7 +548,8 @@ def _functional_class(cls: type[Model]) -> type[Model]:
 def _num_examples(x: Any) -> tf.Tensor:
     """Rows of the inputs, scalar int32."""
     leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    return tf.shape(leaf)[0]
+    known = leaf.shape[0]
+    return tf.shape(leaf)[0] if known is None else tf.constant(known)
 
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:

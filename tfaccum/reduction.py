@@ -44,7 +44,7 @@ def accumulator_dtype(dtype: Any) -> tf.DType:
     return dtype if dtype.size > tf.float32.size else tf.float32
 
 
-def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
+def weighted(gradient: Gradient, weight: tf.Tensor | None) -> Gradient:
     """`weight * gradient` in the accumulator's dtype, zero for zero weight.
 
     A replica without examples has weight 0 and, often, a NaN for a gradient;
@@ -53,13 +53,17 @@ def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
 
     Args:
         gradient: float tensor, or IndexedSlices, of any shape.
-        weight: scalar float tensor, >= 0.
+        weight: scalar float tensor, >= 0; None: 1.
     """
     dtype = accumulator_dtype(gradient.dtype)
-    weight = tf.cast(weight, dtype)
-    return of_values(
-        gradient, lambda g: tf.math.multiply_no_nan(tf.cast(g, dtype), weight)
-    )
+
+    def of(values: tf.Tensor) -> tf.Tensor:
+        values = tf.cast(values, dtype)
+        if weight is None:
+            return values
+        return tf.math.multiply_no_nan(values, tf.cast(weight, dtype))
+
+    return of_values(gradient, of)
 
 
 def of_values(

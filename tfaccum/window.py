@@ -22,7 +22,13 @@ from tfaccum.accumulator import ReplicaSums
 from tfaccum.adasum import AdaSum
 from tfaccum.exponents import NUM_BINS
 from tfaccum.group_loss_scale import GroupLossScale
-from tfaccum.micro_batches import NO_MORE_DATA, counted, next_elements, nothing
+from tfaccum.micro_batches import (
+    NO_MORE_DATA,
+    counted,
+    next_elements,
+    nothing,
+    once_per_spec,
+)
 from tfaccum.micro_step import MicroStep, Trained, is_counter
 from tfaccum.reduction import Gradient
 from tfaccum.sparse import SparseSpec, TableSum, combined, table_sum
@@ -123,10 +129,9 @@ class Window:
         )
         self._whole = whole
         self._spec: Any = None  # Of elements, with their counts.
-        self._has_rows = False  # Whether all elements have some.
         self._micro_step: Callable[..., Any] = self._step.run
         self._loss_step: Callable[..., Any] = self._step.losses
-        self._traced: dict[bool, Any] = {}
+        self._traced = once_per_spec(self._trace)
         self.sums: Any = None  # ReplicaSums, where the window accumulates.
         # How the gradients of tables are summed, once a step was traced.
         self.table_sums: tuple[TableSum, ...] | None = None
@@ -196,33 +201,34 @@ class Window:
         """
         if self._whole:
             self._whole.prepare(element_spec)
-        self._has_rows = not element_spec[0]
         self._spec = counted(element_spec)
         # Eager steps need the trace too: it tells how their results look.
-        traced = self._trace()
+        traced, self._step.trained = self._traced(element_spec)
         self._check_overwritten()
         self._create_variables()
         if self._step.is_incomplete:
-            self._step.is_incomplete, self._traced = False, {}
-            traced = self._trace()
+            self._step.is_incomplete = False
+            self._traced = once_per_spec(self._trace)
+            traced, _ = self._traced(element_spec)
         self._micro_step = self._step.run if self._model.run_eagerly else traced
         if self._searches:
             self._loss_step = tf.function(
                 self._step.losses, autograph=False
             ).get_concrete_function(self._same_for_all(self._spec))
 
-    def _trace(self) -> Any:
-        has_rows = self._has_rows
+    def _trace(self, element_spec: Any) -> tuple[Any, list[Trained]]:
+        """One micro-step for such elements, and what was handed over in it."""
+        has_rows = not element_spec[0]
 
         def micro_step(elements: list[tuple]) -> Any:
             return self._step.run(elements, has_rows)
 
-        if has_rows not in self._traced:
-            self._traced[has_rows] = tf.function(micro_step, autograph=False)
+        function = tf.function(micro_step, autograph=False)
         try:
-            return self._traced[has_rows].get_concrete_function(
-                self._same_for_all(self._spec)
+            traced = function.get_concrete_function(
+                self._same_for_all(counted(element_spec))
             )
+            return traced, self._step.trained
         except (AttributeError, NotImplementedError, TypeError) as error:
             if self._model.run_eagerly:
                 error.add_note(
@@ -565,7 +571,7 @@ class Window:
     def _mean(self, trained: Trained, sums: dict[str, Any]) -> dict[str, Any]:
         """Divides one optimizer's sums by their weight, and judges them."""
         weight = sums["weight"]
-        divisor = tf.ones_like(weight) if trained.is_sum else weight
+        divisor = trained.divisor(weight)
         gradients = [self._step.over(g, divisor) for g in sums["gradients"]]
         norm, finite = tf.zeros([]), tf.constant(True)
         of_groups = {}
@@ -606,7 +612,7 @@ class Window:
         norm is the mean of theirs.
         """
         weight, (bad, norms) = sums["weight"], own_sums
-        divisor = tf.ones_like(weight) if trained.is_sum else weight
+        divisor = trained.divisor(weight)
         own_steps = self._model.makes_own_steps
         combine = adasum.of_worker if own_steps else adasum.combined
         gradients, norm = own["gradients"], norms / self._replicas
