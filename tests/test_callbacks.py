@@ -322,7 +322,8 @@ def test_K5_examples_per_second_count_K_and_replicas(tmp_path, steps, replicas):
     )
 
 
-def test_the_wait_for_data_is_a_part_of_the_time(tmp_path):
+@pytest.mark.parametrize("rows", [None, 2])
+def test_the_wait_for_data_is_a_part_of_the_time(tmp_path, rows):
     """Each batch takes 0.2 s to come, and the micro-steps next to nothing."""
     clock, keep = Clock(), Keep()
 
@@ -334,8 +335,8 @@ def test_the_wait_for_data_is_a_part_of_the_time(tmp_path):
 
     data = tf.data.Dataset.from_generator(
         slow,
-        output_signature=(tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1])),
-    )
+        output_signature=(tf.TensorSpec([rows, 1]), tf.TensorSpec([rows, 1])),
+    ).apply(tf.data.experimental.assert_cardinality(4))
     history = (
         compiled(2)
         .fit(

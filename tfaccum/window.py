@@ -396,10 +396,12 @@ class Window:
         """Takes the next micro-batches through forward and backward pass."""
         asked = tf.timestamp()
         with tf.control_dependencies([asked]):
-            rows, ends, *others = next_elements(iterator, self._strategy)
-        with tf.control_dependencies(rows):
+            rows, ends, totals, data = next_elements(iterator, self._strategy)
+        # The number of rows may be known before they are there.
+        there = [leaf for leaf in _flat(data) if tf.is_tensor(leaf)]
+        with tf.control_dependencies(there):
             wait = tf.timestamp() - asked
-        elements = list(zip(rows, *others, strict=True))
+        elements = list(zip(rows, totals, data, strict=True))
         found = self._micro_step(elements)
         more = rows[0] != NO_MORE_DATA
         return ends[0], more, wait, found, elements
