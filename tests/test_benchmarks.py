@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -220,6 +222,25 @@ def test_contenders_take_turns():
     pairs = {pair for turn in turns for pair in itertools.pairwise(turn)}
     assert len(pairs) == 4 * 3
     assert found["b"] == [(i + 1, 0) for i, n in enumerate(order) if n == "b"]
+
+
+def test_contenders_make_the_same_updates():
+    """Their weights and their losses after two, of four micro-batches each."""
+    found = step_time.contenders(CASES["mlp"], False, updates=2, steps=4)
+    weights, losses = {}, {}
+    for who, (fit, data) in found.items():
+        result = fit(data, verbose=0)
+        is_loop = isinstance(result, float)
+        losses[who] = result if is_loop else result.history["loss"][0]
+        model = fit.__self__.model if is_loop else fit.__self__
+        weights[who] = [keras.ops.convert_to_numpy(v) for v in model.weights]
+    expected = weights.pop("big_batch")
+    for own in weights.values():
+        for one, other in zip(own, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    assert losses == pytest.approx(
+        dict.fromkeys(losses, losses["big_batch"]), rel=1e-5
+    )
 
 
 def test_the_best_of_both_are_compared():
