@@ -134,11 +134,12 @@ def test_nothing_is_multiplied(jit):
         assert gradients_are_multiplied(model) is expected
 
 
-def test_a_compiled_step_returns_nothing_that_is_known():
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_compiled_step_returns_nothing_that_is_known(steps):
     """XLA would copy constants at each call."""
     model = toy.toy(
         layers=lambda: [keras.layers.Dense(2)],
-        gradient_accumulation_steps=2,
+        gradient_accumulation_steps=steps,
         jit_compile=True,
     )
     model.fit(equal(*DATA), verbose=0)

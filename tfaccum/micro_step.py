@@ -509,10 +509,10 @@ class MicroStep:
 
     def _unit(self, backward: Backward) -> float | None:
         """The weight, if each micro-step of this trace has the same."""
-        if self._is_whole_window or tf.executing_eagerly():
-            return None
         if backward.weight is None or absorbs(backward.optimizer):
             return None
+        if tf.executing_eagerly():
+            return None  # What is known holds for this micro-step alone.
         weight = tf.get_static_value(tf.convert_to_tensor(backward.weight))
         return None if weight is None or weight <= 0 else float(weight)
 
