@@ -370,8 +370,13 @@ def num_rows(batch: Any) -> tf.Tensor:
             "The dataset must yield batches. Received: an element without "
             f"rows, {batch}. Call dataset.batch(...) first."
         )
-    known = leaf.shape[0]
-    return tf.shape(leaf)[0] if known is None else tf.constant(known)
+    return length(leaf)
+
+
+def length(tensor: tf.Tensor) -> tf.Tensor:
+    """The first axis, scalar int32; a constant where it is known."""
+    known = tensor.shape[0]
+    return tf.shape(tensor)[0] if known is None else tf.constant(known)
 
 
 def _rows(batch: Any, start: tf.Tensor, end: tf.Tensor) -> Any:

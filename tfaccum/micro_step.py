@@ -521,8 +521,7 @@ class MicroStep:
         gradients = [g for g in backward.gradients if g is not None]
         dtypes = [reduction.accumulator_dtype(g.dtype) for g in gradients]
         widest = max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
-        is_sum = backward.weight is None
-        weight = tf.cast(1.0 if is_sum else backward.weight, widest)
+        weight = tf.cast(1.0 if trained.is_sum else backward.weight, widest)
         factor = weight if trained.unit is None else None
         found = {
             "gradients": [self.times(g, factor) for g in gradients],

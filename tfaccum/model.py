@@ -18,6 +18,7 @@ from tfaccum.batching import check_count
 from tfaccum.group_loss_scale import GroupLossScale
 from tfaccum.loop import HostLoop
 from tfaccum.loss_scale import LossScale, current_scale, with_scale
+from tfaccum.micro_batches import length
 from tfaccum.micro_step import (
     Backward,
     hand_over,
@@ -548,8 +549,7 @@ def _functional_class(cls: type[Model]) -> type[Model]:
 def _num_examples(x: Any) -> tf.Tensor:
     """Rows of the inputs, scalar int32."""
     leaf = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    known = leaf.shape[0]
-    return tf.shape(leaf)[0] if known is None else tf.constant(known)
+    return length(leaf)
 
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:
