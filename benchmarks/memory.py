@@ -149,12 +149,11 @@ def after(first, last):
     import keras
     import tensorflow as tf
 
-    import tfaccum
     from benchmarks import start
     from benchmarks.models import CASES
 
     case, found = CASES["mlp"], {}
-    model = case.compiled(tfaccum.Model, gradient_accumulation_steps=2)
+    model = case.compiled(start.Traced, gradient_accumulation_steps=2)
 
     def look(epoch, logs=None):
         updates = 20 * (epoch + 1)
@@ -166,7 +165,7 @@ def after(first, last):
                 "updates": updates,
                 "mb": round(resident("VmRSS"), 1),
                 "objects": sum(isinstance(o, kinds) for o in gc.get_objects()),
-                "traces": sum(start.traces().values()),
+                "traces": sum(start.traces(model).values()),
             }
 
     model.fit(
