@@ -6,11 +6,15 @@ Each measurement is a process of its own, on Linux: once a small batch has been
 trained on, so that everything is traced and all variables are there, its peak
 is set back (/proc/self/clear_refs) and `fit` runs once more. Printed is by how
 much the peak of that `fit` lies above what was resident before, or, of
-optimizers, before the model was made. One JSON line for each of
+optimizers, before the model was made. glibc's malloc is told to give large
+blocks back as soon as they are free: left alone, it keeps them after a while,
+and the holes between them come to what is measured. One JSON line for each of
 
 * `memory_of_a_batch`: a global batch uncut, and cut into 8 micro-batches, of a
   model with few parameters and many activations;
 * `memory_by_steps`: K = 2 and K = 32 micro-batches of the same size;
+* `memory_of_malloc`: 32 batches in one update and in 32, and with Keras' own
+  model, with malloc as it comes and as it is told here;
 * `memory_of_optimizers`: Adam and AdamA, of a model with many parameters and
   few activations;
 * `memory_of_sums`: counted, for each `accumulator_dtype`, and with AdamA;
@@ -21,6 +25,7 @@ optimizers, before the model was made. One JSON line for each of
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +36,11 @@ import benchmarks
 PIECES = 8
 STEPS = (2, 32)
 DTYPES = ("float32", "bfloat16", "float64")
+# From 1 MiB on each block is mapped by itself, and unmapped once it is free.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+# Eigen's kernels, which TensorFlow uses where oneDNN has no better ones: of
+# those that there are they ask malloc most often.
+EIGEN = {"TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
 # --- In a process of its own -----------------------------------------------
@@ -44,8 +54,9 @@ def resident(name):
     raise RuntimeError(f"`/proc/self/status` must have a line {name}.")
 
 
-def peak(rows, micro_batch, steps):
-    """Megabytes of one update from `steps` batches of so many rows."""
+def peak(rows, micro_batch, steps, batches=None, kind="tfaccum"):
+    """Megabytes of one `fit`, of one update if not told how many batches."""
+    import keras
     import tensorflow as tf
 
     import tfaccum
@@ -53,15 +64,18 @@ def peak(rows, micro_batch, steps):
 
     # Operations run in one order, whatever else the machine does.
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    model = WIDE.compiled(
-        tfaccum.Model,
-        micro_batch_size=micro_batch,
-        gradient_accumulation_steps=steps,
-        jit_compile=False,
-    )
+    if kind == "tfaccum":
+        model = WIDE.compiled(
+            tfaccum.Model,
+            micro_batch_size=micro_batch,
+            gradient_accumulation_steps=steps,
+            jit_compile=False,
+        )
+    else:
+        model = WIDE.compiled(keras.Model, jit_compile=False)
     # One batch again and again: data take the same memory for every K.
     batch = tf.data.Dataset.from_tensor_slices(WIDE.data(rows)).batch(rows)
-    data = batch.cache().repeat(steps)
+    data = batch.cache().repeat(batches or steps)
     few = batch.unbatch().take(micro_batch or 1).batch(1)
     model.fit(few, verbose=0)
     for _ in data:
@@ -181,12 +195,13 @@ def after(first, last):
 # --- In the process that starts them ---------------------------------------
 
 
-def measured(function, *arguments):
+def measured(function, *arguments, environment=MALLOC):
     """What a function of this file returns in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name, "--child"]
         + [json.dumps([function.__name__, *arguments])],
         cwd=Path(__file__).parents[1],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -196,14 +211,45 @@ def measured(function, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def in_pairs(cases, rounds, function=peak):
+def in_pairs(cases, rounds, function=peak, environment=MALLOC):
     """Megabytes of each case, by round; two at a time, untimed."""
+
+    def case_measured(case):
+        return measured(function, *case, environment=environment)
+
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda c: measured(function, *c), cases * rounds))
+        found = list(pool.map(case_measured, cases * rounds))
     return [
         [each["mb"] for each in found[i :: len(cases)]]
         for i in range(len(cases))
     ]
+
+
+def of_malloc(rows, rounds):
+    """Megabytes of a number of batches, with malloc left alone and told."""
+    batches = STEPS[-1]
+    cases = {
+        "one_update": (rows, None, batches),
+        "updates": (rows, None, 1, batches),
+        "keras": (rows, None, 1, batches, "keras"),
+    }
+    found = {
+        key: in_pairs(list(cases.values()), rounds, environment=environment)
+        for key, environment in [
+            ("alone_mb", EIGEN),
+            ("told_mb", EIGEN | MALLOC),
+        ]
+    }
+    return {
+        "rows": rows,
+        "batches": batches,
+        "rounds": rounds,
+        "cases": [
+            {"who": who}
+            | {key: benchmarks.spread(mb[i], 1) for key, mb in found.items()}
+            for i, who in enumerate(cases)
+        ],
+    }
 
 
 def lines(rows, rounds, updates):
@@ -228,6 +274,7 @@ def lines(rows, rounds, updates):
         "mb": [benchmarks.spread(few, 1), benchmarks.spread(many, 1)],
         **benchmarks.against(many, few, 1.02),
     }
+    yield {"what": "memory_of_malloc", **of_malloc(micro, rounds)}
     adam, adama = in_pairs([("Adam",), ("AdamA",)], rounds, of_optimizer)
     yield {
         "what": "memory_of_optimizers",

@@ -245,11 +245,12 @@ def memory(rows):
     found = {row["what"]: row for row in rows}
     if "memory_of_a_batch" not in found:
         return
-    batch, by_steps, optimizers, sums, after = (
+    batch, by_steps, malloc, optimizers, sums, after = (
         found[f"memory_{name}"]
         for name in (
             "of_a_batch",
             "by_steps",
+            "of_malloc",
             "of_optimizers",
             "of_sums",
             "after_updates",
@@ -282,6 +283,25 @@ def memory(rows):
                 spread(optimizers["ratio"]),
                 verdict(optimizers),
             ],
+        ],
+    )
+    yield ""
+    yield (
+        f"{malloc['batches']} batches of {malloc['rows']} examples, with "
+        "Eigen's kernels: megabytes above the idle process."
+    )
+    yield ""
+    who = {
+        "one_update": f"tfaccum, K = {malloc['batches']}",
+        "updates": "tfaccum, K = 1",
+        "keras": "Keras",
+    }
+    yield from table(
+        ["", "glibc's malloc, left alone", "with `MALLOC_MMAP_THRESHOLD_`"],
+        [
+            [who[case["who"]]]
+            + [spread(case[key], 0) for key in ("alone_mb", "told_mb")]
+            for case in malloc["cases"]
         ],
     )
     yield from ("", "The sums of one replica, counted:", "")

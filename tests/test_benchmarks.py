@@ -102,6 +102,19 @@ def test_memory_of_batches_and_windows():
 
 
 @pytest.mark.slow
+def test_memory_that_malloc_keeps():
+    row = printed("memory")["memory_of_malloc"]
+    assert (row["rows"], row["batches"]) == (2, 32)
+    assert [case["who"] for case in row["cases"]] == [
+        "one_update",
+        "updates",
+        "keras",
+    ]
+    for case in row["cases"]:
+        assert is_spread(case["alone_mb"]) and is_spread(case["told_mb"])
+
+
+@pytest.mark.slow
 def test_sums_take_what_the_parameters_take():
     sizes = {None: 0, "float32": 4, "bfloat16": 2, "float64": 8}
     *cases, of_adama = printed("memory")["memory_of_sums"]["cases"]
