@@ -1,6 +1,7 @@
 """TensorBoard, throughput and curves, read back from what was written."""
 
 import csv
+import threading
 import time
 
 import keras
@@ -361,6 +362,59 @@ def test_the_wait_for_data_is_a_part_of_the_time(tmp_path, rows):
     assert [value for _, value in written] == pytest.approx(
         [waits[0] / 10.0] + [wait / 2.0 for wait in waits[1:]]
     )
+
+
+def test_no_replica_computes_while_another_waits():
+    """What is computed must not count as a wait for the other's data."""
+    seen, begun = [], threading.Event()
+
+    def come(number):
+        # The second replica's data are late: time for the first to begin.
+        if number % 2:
+            begun.wait(0.2)
+        else:
+            begun.clear()
+        seen.append("data")
+        return number
+
+    def work(x):
+        begun.set()
+        seen.append("work")
+        return x
+
+    def of_replica(number):
+        number = tf.numpy_function(come, [number], tf.int64)
+        number = tf.ensure_shape(number, [])
+        x = tf.reshape(tf.cast(number, tf.float32), [1, 1])
+        return (tf.constant(1),) * 3, (x, x)
+
+    class Noted(keras.layers.Layer):
+        def call(self, x):
+            return tf.ensure_shape(
+                tf.numpy_function(work, [x], tf.float32), x.shape
+            )
+
+    model = toy.toy(
+        2,
+        layers=lambda: [Noted(), toy.scalar()],
+        gradient_accumulation_steps=2,
+    )
+    model.fit(toy.batches([1, 2], [3, 4]), verbose=0)
+    seen.clear()
+
+    @tf.function(autograph=False)
+    def begin(iterator):
+        _, _, wait, *_ = model.train_window.begin(
+            iterator, tf.constant(2), tf.constant(False)
+        )
+        return wait
+
+    options = tf.data.Options()
+    options.autotune.enabled = False  # It would fetch ahead.
+    elements = tf.data.Dataset.range(4).map(of_replica).with_options(options)
+    wait = begin(iter(elements))
+    assert seen == ["data", "data", "work", "work"] * 2
+    assert wait >= 2 * 0.2
 
 
 def test_K5_a_single_call_has_a_rate_too():

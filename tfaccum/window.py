@@ -402,7 +402,9 @@ class Window:
         with tf.control_dependencies(there):
             wait = tf.timestamp() - asked
         elements = list(zip(rows, totals, data, strict=True))
-        found = self._micro_step(elements)
+        # No replica begins before: what it computes is not a wait.
+        with tf.control_dependencies([wait]):
+            found = self._micro_step(elements)
         more = rows[0] != NO_MORE_DATA
         return ends[0], more, wait, found, elements
 
