@@ -20,7 +20,7 @@ mixed_float16, which a CPU has to imitate: 98.05 % in 317 s (commit 2b58c33).
 The float32 line was measured on the working tree before commit 5fdbe6f.
 
 Measured at commit 8c731fe on 2 cores of Intel(R) Xeon(R) Processor, no GPU
-(35 s beside four other jobs); TensorFlow 2.21.0, Keras 3.15.1.
+(at 3bc5158 35 s beside four other jobs); TensorFlow 2.21.0, Keras 3.15.1.
 """
 
 import keras
